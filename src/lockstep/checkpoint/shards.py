@@ -1,0 +1,252 @@
+"""The tensors of a checkpoint, through torch.distributed.checkpoint (DCP). Level 4.
+
+DCP reshards on load, so shards fit every strategy and number of processes. Its index
+(``.metadata``) is a pickle: here it is read with an allow-list, and only tensors are admitted, so
+that a stranger's checkpoint executes nothing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from io import IOBase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.serialization import _get_layout
+
+from lockstep import dist
+from lockstep.errors import UserError
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""Group ("model", "optimizer", "ema") to name to tensor: plain or DTensor, on any device."""
+
+INDEX = ".metadata"
+"""Name of DCP's own list of what is where."""
+_UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError)
+_NUM_NAMED = 3
+
+
+def write(folder: Path, tensors: Tensors) -> None:
+    """Write every rank's shards and the index into an existing folder. All ranks enter here.
+
+    Raises:
+        OSError: on every rank, when one of them could not write.
+    """
+    with _dcp_call():
+        dcp.save(
+            _flat(tensors),
+            storage_writer=_Writer(folder),
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+        )
+
+
+def own_files(folder: Path) -> list[Path]:
+    """The shards that this rank wrote; the index was written by rank 0."""
+    return sorted(folder.glob(f"__{dist.rank()}_*.distcp"))
+
+
+def read(folder: Path, files: Collection[str], tensors: Tensors) -> None:
+    """Fill ``tensors`` in place. All ranks enter here.
+
+    Args:
+        files: names of the verified files; no other is opened.
+
+    Raises:
+        UserError: keys, shapes or dtypes differ, or a file holds what it must not.
+    """
+    flat = _flat(tensors)
+
+    def check() -> Metadata:
+        index = _read_index(folder, files)
+        _check_fit(folder.name, index.state_dict_metadata, flat)
+        return index
+
+    _load(folder, dist.together(check), flat, no_dist=not dist.is_distributed())
+
+
+def read_full(folder: Path, files: Collection[str]) -> Tensors:
+    """Whole tensors on the CPU of this process alone. Raises as ``read``."""
+    index = _read_index(folder, files)
+    flat = {
+        key: torch.empty(item.size, dtype=item.properties.dtype)
+        for key, item in index.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+    _load(folder, index, flat, no_dist=True)
+    tensors: Tensors = {}
+    for key, tensor in flat.items():
+        group, _, name = key.partition("/")
+        tensors.setdefault(group, {})[name] = tensor
+    return tensors
+
+
+def _flat(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Keys ``group/name``: DCP's own flattening joins by dots, which names contain."""
+    assert not any("/" in group for group in tensors)
+    return {f"{g}/{name}": t for g, group in tensors.items() for name, t in group.items()}
+
+
+def _load(folder: Path, index: Metadata, flat: dict[str, torch.Tensor], *, no_dist: bool) -> None:
+    try:
+        with _dcp_call():
+            dcp.load(
+                flat,
+                storage_reader=_Reader(folder, index),
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
+                no_dist=no_dist,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except _UNREADABLE as exc:
+        raise UserError(f"{folder}: a shard cannot be read: {exc}") from exc
+
+
+def _check_fit(name: str, saved: dict[str, Any], flat: dict[str, torch.Tensor]) -> None:
+    def some(keys: Collection[str]) -> str:
+        more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
+        return ", ".join(sorted(keys)[:_NUM_NAMED]) + more
+
+    def form(shape: torch.Size, dtype: torch.dtype) -> str:
+        return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+    problems = []
+    if missing := flat.keys() - saved.keys():
+        problems.append(f"it lacks {some(missing)}")
+    if unexpected := saved.keys() - flat.keys():
+        problems.append(f"it holds {some(unexpected)}, which the run has not")
+    pairs = {
+        key: (form(saved[key].size, saved[key].properties.dtype), form(flat[key].shape, t.dtype))
+        for key, t in flat.items()
+        if key in saved
+    }
+    if changed := {f"{key} ({old}, here {new})" for key, (old, new) in pairs.items() if old != new}:
+        problems.append(f"it differs in {some(changed)}")
+    if problems:
+        raise UserError(
+            f"{name} does not fit this run: {'; '.join(problems)}. "
+            "Use the configuration that saved it, or another run.name"
+        )
+
+
+# --- reading the index ------------------------------------------------------------------------
+
+_CLASSES = {
+    (cls.__module__, cls.__qualname__): cls
+    for cls in (
+        Metadata,
+        StorageMeta,
+        TensorStorageMetadata,
+        _StorageInfo,
+        dcp_metadata.ChunkStorageMetadata,
+        dcp_metadata.MetadataIndex,
+        dcp_metadata.TensorProperties,
+        dcp_metadata._MEM_FORMAT_ENCODING,
+    )
+} | {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): _get_layout}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _read_index(folder: Path, files: Collection[str]) -> Metadata:
+    try:
+        with (folder / INDEX).open("rb") as file:
+            index = _IndexUnpickler(file).load()
+        items = index.state_dict_metadata
+        if not all(isinstance(item, TensorStorageMetadata) for item in items.values()):
+            raise pickle.UnpicklingError("it lists something that is not a tensor")
+        stored = {info.relative_path for info in index.storage_data.values()}
+        if foreign := stored - set(files):
+            raise pickle.UnpicklingError(f"it points at {sorted(foreign)[0]}")
+        if any(info.transform_descriptors for info in index.storage_data.values()):
+            raise pickle.UnpicklingError("it asks for stream extensions")
+    # A forged pickle fails in any way it likes.
+    except Exception as exc:
+        raise UserError(f"{folder / INDEX}: refused, not an index of tensors: {exc}") from exc
+    return index
+
+
+# --- what DCP does not do ---------------------------------------------------------------------
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads by an index that was checked; never unpickles one."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes durably and reports the operating system's own error."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True)
+        self.fs = _ReportingFileSystem()
+
+    def storage_meta(self) -> StorageMeta:
+        # Without the folder's path: the index stays the same wherever a run is moved.
+        return StorageMeta()
+
+
+class _ReportingStream:
+    """Remembers a failed write: torch.save reports it as an unspecific RuntimeError."""
+
+    def __init__(self, stream: IOBase) -> None:
+        self._stream = stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)  # type: ignore[attr-defined]
+        except OSError as exc:
+            self.error = exc
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _ReportingFileSystem(FileSystem):
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            reporting = _ReportingStream(stream)
+            try:
+                yield reporting
+            except RuntimeError as exc:
+                if reporting.error is None:
+                    raise
+                raise reporting.error from exc
+
+
+@contextmanager
+def _dcp_call() -> Iterator[None]:
+    """Raise the cause instead of DCP's wrapper, the same on every rank; no hint on single runs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
+        try:
+            yield
+        except CheckpointException as exc:
+            causes = [cause for _, (cause, _) in sorted(exc.failures.items())]
+            # An OSError first: other ranks may merely have noticed it.
+            raise next((c for c in causes if isinstance(c, OSError)), causes[0]) from exc

@@ -1,0 +1,269 @@
+"""Checkpoints of a run: save on all ranks, commit, retain, find the newest good one, load. Level 4.
+
+A save fills ``step-N.tmp`` and renames it to ``step-N`` when all of it is durable: whatever
+interrupts it leaves the earlier checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep import dist
+from lockstep.checkpoint import shards
+from lockstep.checkpoint.manifest import (
+    Damaged,
+    FileEntry,
+    Manifest,
+    commit,
+    describe,
+    read_manifest,
+    remove,
+    step_folders,
+    sync_folder,
+    verify,
+)
+from lockstep.checkpoint.shards import Tensors
+from lockstep.errors import UserError
+
+_PARTIAL = ".tmp"
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose every file was verified."""
+
+    path: Path
+    step: int
+    meta: dict[str, Any]
+    metric: float | None
+    files: tuple[str, ...]
+    """Names of the verified files."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know: which newer checkpoints were passed over, and why."""
+
+
+class Store:
+    """The checkpoints of one run folder. All ranks enter every method."""
+
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_best: bool) -> None:
+        """
+        Args:
+            keep_last: how many of the newest checkpoints survive a save.
+            keep_best: the one of the highest metric survives, too.
+        """
+        assert keep_last >= 1
+        self._folder = run_dir / "checkpoints"
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._damaged: set[Path] = set()
+
+    def save(
+        self, step: int, tensors: Tensors, meta: dict[str, Any], *, metric: float | None
+    ) -> None:
+        """Write, commit and retain; returns when everything is durable.
+
+        A step that is committed and intact stays as it is: the state of a run after a step is the
+        same however it got there. A damaged one is replaced. An asynchronous save may take the
+        place of ``shards.write``: all that follows needs is durable files.
+
+        Args:
+            tensors: each rank's shards; the same keys on every rank.
+            meta: plain JSON values, those of rank 0 count.
+            metric: higher is better; None or non-finite: no candidate for the best.
+
+        Raises:
+            UserError: on every rank, when one of them cannot write. Nothing is left of this save
+                and the earlier checkpoints are intact.
+        """
+        final = self._folder / f"step-{step}"
+        target = self._folder / (final.name + _PARTIAL)
+        explained = _explained(step, dist.on_main(partial(self._newest_before, step)))
+        try:
+            if dist.on_main(explained(partial(self._begin, final, target))):
+                return
+            explained(shards.write)(target, tensors)
+            # Each rank reads what it wrote: checksums are computed side by side.
+            own = dist.together(explained(partial(_entries, shards.own_files(target))))
+            files = {name: e for entries in dist.gather_objects(own) for name, e in entries.items()}
+            known = metric if metric is not None and math.isfinite(metric) else None
+            manifest = Manifest(step, known, meta, files)
+            dist.on_main(explained(partial(self._commit, final, target, manifest)))
+        except UserError:
+            dist.on_main(partial(shutil.rmtree, target, ignore_errors=True))
+            raise
+
+    def find(self, where: Path | None = None) -> Found | None:
+        """The newest checkpoint that is committed and intact, verified on rank 0.
+
+        Args:
+            where: a run folder, its checkpoints folder or one ``step-N`` folder; None: this run.
+
+        Returns:
+            None only if this run has no checkpoints at all.
+
+        Raises:
+            UserError: nothing good at ``where``, or all checkpoints of this run are damaged.
+        """
+        if where is not None:
+            return find_checkpoint(where)
+        return dist.on_main(self._find_own)
+
+    def load(self, found: Found, tensors: Tensors) -> dict[str, Any]:
+        """Fill ``tensors`` in place, whatever strategy and number of processes saved them.
+
+        Returns:
+            The plain values that were saved.
+
+        Raises:
+            UserError: the keys, shapes or dtypes differ, or a file holds what it must not.
+        """
+        shards.read(found.path, found.files, tensors)
+        return found.meta
+
+    @staticmethod
+    def load_full(found: Found) -> dict[str, dict[str, Any]]:
+        """Whole tensors on this process's CPU; not a collective. Raises as ``load``."""
+        return shards.read_full(found.path, found.files)
+
+    def _newest_before(self, step: int) -> str | None:
+        folders = (p for n, p in step_folders(self._folder) if n != step and _committed(p))
+        return next((p.name for p in folders if p not in self._damaged), None)
+
+    def _begin(self, final: Path, target: Path) -> bool:
+        """Make room for a save; True if there is nothing to do."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self._folder.glob(f"step-*{_PARTIAL}"):
+            shutil.rmtree(leftover)
+        with suppress(Damaged):
+            verify(final)
+            return True
+        target.mkdir()
+        return False
+
+    def _commit(self, final: Path, target: Path, manifest: Manifest) -> None:
+        if invisible := [name for name in manifest.files if not (target / name).is_file()]:
+            raise UserError(
+                f"run.root = {self._folder.parent.parent}: not shared by all nodes "
+                f"({invisible[0]} of another process is not visible); choose a shared file system"
+            )
+        index = {shards.INDEX: describe(target / shards.INDEX)}
+        commit(target, replace(manifest, files=manifest.files | index))
+        if final.exists():
+            remove(final)
+        target.rename(final)
+        sync_folder(self._folder)
+        self._damaged.discard(final)
+        # The save is done. What cannot be deleted now is tried again after the next one.
+        with suppress(OSError):
+            self._retain(final)
+
+    def _retain(self, newest: Path) -> None:
+        good, metrics = [], {}
+        for _, folder in step_folders(self._folder):
+            with suppress(Damaged):
+                if folder not in self._damaged:
+                    metrics[folder] = read_manifest(folder).metric
+                    good.append(folder)
+        keep = {newest, *good[: self._keep_last]}
+        scored = [folder for folder in reversed(good) if metrics[folder] is not None]
+        if self._keep_best and scored:
+            # The earliest of equals, as max() takes the first.
+            keep.add(max(scored, key=lambda folder: metrics[folder] or 0.0))
+        for _, folder in step_folders(self._folder):
+            if folder not in keep:
+                remove(folder)
+
+    def _find_own(self) -> Found | None:
+        found, reasons = _newest_good(step_folders(self._folder))
+        self._damaged = {self._folder / name for name in reasons}
+        if found is None and reasons:
+            raise UserError(
+                f"every checkpoint of the run is damaged:\n{_listed(reasons)}\n"
+                f"restore one, or delete {self._folder} to start over"
+            )
+        return found
+
+
+def find_checkpoint(where: Path) -> Found:
+    """The newest good checkpoint of a run folder, checkpoints folder or ``step-N`` folder.
+
+    All ranks enter here; rank 0 decides.
+
+    Raises:
+        UserError: there is none; says what is wrong with those that are there.
+    """
+
+    def search() -> Found:
+        if not where.is_dir():
+            raise UserError(f"{where}: no such folder; give the path of a run or checkpoint")
+        inside = where / "checkpoints"
+        folders = step_folders(inside if inside.is_dir() else where)
+        if not folders:
+            # ``where`` is the checkpoint itself; resolved, because its name tells the step.
+            here = where.resolve()
+            folders = [item for item in step_folders(here.parent) if item[1] == here]
+        found, reasons = _newest_good(folders)
+        if found is None:
+            raise UserError(
+                f"{where}: no usable checkpoint"
+                + (f":\n{_listed(reasons)}" if reasons else "; no step-N folder is there")
+            )
+        return found
+
+    return dist.on_main(search)
+
+
+def _newest_good(folders: Iterable[tuple[int, Path]]) -> tuple[Found | None, dict[str, str]]:
+    """The first good one, and why those before it are not."""
+    reasons: dict[str, str] = {}
+    for step, folder in folders:
+        try:
+            manifest = verify(folder)
+            if manifest.step != step:
+                raise Damaged(f"holds step {manifest.step}")
+        except Damaged as exc:
+            reasons[folder.name] = str(exc)
+            continue
+        notes = [f"{name}: {why}; falling back to {folder.name}" for name, why in reasons.items()]
+        files = tuple(manifest.files)
+        return Found(folder, step, manifest.meta, manifest.metric, files, notes), reasons
+    return None, reasons
+
+
+def _committed(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except Damaged:
+        return False
+    return True
+
+
+def _entries(files: Iterable[Path]) -> dict[str, FileEntry]:
+    return {path.name: describe(path) for path in files}
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "\n".join(f"  {name}: {why}" for name, why in reasons.items())
+
+
+@contextmanager
+def _explained(step: int, previous: str | None) -> Iterator[None]:
+    """Turn an operating system's refusal into a sentence for the user."""
+    try:
+        yield
+    except OSError as exc:
+        what = "disk full" if exc.errno in _DISK_FULL else "the file system failed"
+        kept = f"the previous checkpoint {previous} is intact" if previous else "none was there yet"
+        raise UserError(
+            f"{what} while saving step {step}: {exc}; {kept}. "
+            "Make room below run.root and run the same command again to go on"
+        ) from exc

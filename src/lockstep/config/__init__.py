@@ -1,0 +1,1 @@
+"""Level 0: typed configuration and the plan derived from it. Imports no torch."""

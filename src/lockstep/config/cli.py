@@ -1,0 +1,175 @@
+"""The command line of ``train.py``: its help, what may be typed, and Hydra's errors in our words.
+
+Level 0: imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.config.bind import did_you_mean, open_dicts, schema_fields
+from lockstep.errors import UserError
+
+HELP = """\
+lockstep trains image classifiers; the run is the same whichever strategy or GPU count computes it.
+
+usage: python train.py [GROUP=OPTION ...] [KEY=VALUE ...] [FLAGS]
+
+  python train.py                                     a small ViT on the embedded digits
+  python train.py strategy=fsdp model=vit             ViT-B/16, sharded over all visible GPUs
+  python train.py data=folder data.root=/my/images    your own train/<class>/* and val/<class>/*
+  python train.py model=timm model.name=convnext_tiny any model of timm
+  python train.py launch.processes=4 batch.global=512 four processes, whatever the batch per process
+  python train.py plan=true model=vit_large           all numbers and refusals, nothing started
+  python train.py -m strategy=single,ddp seed=1,2     a sweep: one run folder for each combination
+  python train.py --config-path RUN --config-name config    a saved run again
+
+groups (files below conf/):
+{groups}
+
+keys: python train.py --cfg job prints all of them with their values
+  batch.global    samples of one optimiser step over all processes
+  epochs, steps   length of the run; stop_at=STEP saves and stops early
+  optimizer.lr    peak learning rate; python train.py plan=true shows how it scales
+  run.name        folder below run.root; the same command again resumes, resume=never starts anew
+  below model.kwargs, optimizer.kwargs and nccl.env any name is legal: model.kwargs.depth=6
+
+flags:
+  --help            this text
+  --cfg job         print the composed configuration, do not run
+  -m, --multirun    sweep over comma-separated values
+  --config-path, --config-name, --config-dir    other configuration files
+  --shell-completion install=bash               see --hydra-help for other shells and flags
+
+exit codes: 0 done, 2 a mistake in the command, data or environment (one message names the fix),
+85 stopped on request and saved (the same command goes on), 1 anything else.
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A checked command line."""
+
+    flags: list[str]
+    """Hydra's own, without those that start a sweep."""
+    overrides: list[str]
+    multirun: bool
+
+    @property
+    def argv(self) -> list[str]:
+        """The arguments as Hydra is to see them."""
+        return [*self.flags, *(["--multirun"] if self.multirun else []), *self.overrides]
+
+
+def wants_help(argv: Sequence[str]) -> bool:
+    """Whether our own help is asked for."""
+    return "--help" in argv or "-h" in argv
+
+
+def help_text(conf: Path) -> str:
+    """The help, with the groups and options that lie below ``conf`` now."""
+    return HELP.format(groups="\n".join(f"  {g:<11} {', '.join(o)}" for g, o in groups(conf)))
+
+
+def groups(conf: Path) -> list[tuple[str, list[str]]]:
+    """Config groups and their options; names that begin with ``_`` are not for choosing."""
+    return [
+        (folder.name, sorted(f.stem for f in folder.glob("[!_]*.yaml")))
+        for folder in sorted(conf.iterdir())
+        if folder.is_dir()
+    ]
+
+
+def read_command(argv: Sequence[str]) -> Command:
+    """Check flags, let flags and overrides mix, and open the dictionaries that take any name.
+
+    A relative ``--config-path`` is one of the current folder, not of the folder of ``train.py``.
+
+    Raises:
+        UserError: an unknown flag or a flag without its value.
+    """
+    parser = get_args_parser()
+    parser.error = _flag_error  # type: ignore[method-assign]
+    known = [option for action in parser._actions for option in action.option_strings]
+    for word in argv:
+        flag = word.partition("=")[0]
+        if word.startswith("--") and not any(k.startswith(flag) for k in known):
+            raise UserError(f"unknown flag {flag}{did_you_mean(flag, known)}")
+    args = parser.parse_intermixed_args(list(argv))
+    if args.config_path and os.path.isdir(args.config_path):
+        args.config_path = os.path.abspath(args.config_path)
+    flags: list[str] = []
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if not action.option_strings or action.dest == "multirun" or not value:
+            continue
+        flags += [action.option_strings[0]] if value is True else [action.option_strings[0], value]
+    overrides = args.overrides if args.shell_completion else [_opened(o) for o in args.overrides]
+    return Command(flags, overrides, args.multirun)
+
+
+def explain(error: Exception, conf: Path) -> str | None:
+    """What a composition error means for the user; None: it is none."""
+    text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MissingConfigException):
+        return _missing_file(error, text)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: cannot be read as KEY=VALUE; put a value with spaces, commas or "
+            "brackets into quotes: key=\"'a, b'\""
+        )
+    if match := re.search(r"Could not override '([^']+)'|config group '([^']+)' does not", text):
+        return _unknown_key(match[1] or match[2], conf)
+    if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        return f"{match[1]}: several values need a sweep: python train.py -m {match[1]}"
+    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
+        return "configuration: " + " ".join(text.split())
+    if isinstance(error, ValueError) and _raised_in_hydra(error):
+        return "command line: " + " ".join(text.split())
+    return None
+
+
+def _flag_error(message: str) -> NoReturn:
+    raise UserError(f"{message}: see python train.py --help")
+
+
+def _opened(override: str) -> str:
+    """``model.kwargs.depth=6`` with Hydra's ``++``, without which only known names are legal."""
+    key = override.partition("=")[0]
+    opened = any(key == name or key.startswith(name + ".") for name in open_dicts())
+    return f"++{override}" if opened and "=" in override else override
+
+
+def _missing_file(error: MissingConfigException, text: str) -> str:
+    options = sorted(o for o in error.options or () if not o.startswith("_"))
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if not group:
+        return "configuration: " + " ".join(text.split())
+    hint = did_you_mean(option, options)
+    return f"{group} = {option}: no such option{hint}; options: {', '.join(options)}"
+
+
+def _unknown_key(key: str, conf: Path) -> str:
+    names = [group for group, _ in groups(conf)]
+    if key in names:
+        return f"{key}: this configuration has no group to choose from; set its keys: {key}.KEY=..."
+    return f"{key}: unknown key or group{did_you_mean(key, [*schema_fields(), *names])}"
+
+
+def _raised_in_hydra(error: Exception) -> bool:
+    trace, module = error.__traceback__, ""
+    while trace is not None:
+        module, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
+    return module.startswith(("hydra.", "omegaconf."))

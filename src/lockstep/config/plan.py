@@ -1,0 +1,336 @@
+"""The plan of a run: all arithmetic and every refusal, before anything starts.
+
+Pure functions of the typed configuration and of plain facts about the machine, the data and the
+model; imports no torch, so that it can be tested and printed anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.config.schema import Config
+from lockstep.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine offers."""
+
+    num_gpus: int
+    cores: int
+    gpu_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Sizes of the data set."""
+
+    num_train: int
+    num_val: int
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Counts of the built model at the run's image size."""
+
+    parameters: int
+    forward_flops: int
+    """Floating-point operations of one image's forward pass; a multiply-add counts as two."""
+    activation_bytes: int
+    """Bytes kept for backward per image in fp32."""
+    has_batchnorm: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Derived numbers of a run; everything that is not a preference."""
+
+    device: str
+    strategy: str
+    nodes: int
+    processes_per_node: int
+    devices_per_process: int
+    shard_processes: int
+    global_batch: int
+    micro_batch: int
+    fixed_micro: int | None
+    accumulation: int
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    last_window: int
+    peak_lr: float
+    lr_rule: str
+    image_size: int
+    threads: int
+    data: DataFacts
+    model: ModelFacts
+    memory_bytes: dict[str, int]
+    gpu_memory_bytes: int | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.processes_per_node
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as written to ``plan.json``."""
+        return asdict(self) | {"world_size": self.world_size}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Plan:
+        """The inverse of :meth:`to_json`."""
+        values = {k: v for k, v in raw.items() if k != "world_size"}
+        values["data"] = DataFacts(**values["data"])
+        values["model"] = ModelFacts(**values["model"])
+        return cls(**values)
+
+    def text(self) -> str:
+        """The plan as an aligned table."""
+        total = sum(self.memory_bytes.values())
+        flops = 3 * self.model.forward_flops * self.global_batch
+        parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in self.memory_bytes.items())
+        of = f" of {self.gpu_memory_bytes / GIB:.0f}" if self.gpu_memory_bytes else ""
+        devices = f"{self.nodes} node(s) x {self.processes_per_node} process(es) on {self.device}"
+        if self.devices_per_process > 1:
+            devices += f", {self.devices_per_process} devices each"
+        rows = [
+            ("strategy", self.strategy),
+            ("devices", devices),
+            ("data", f"{self.data.num_train:,} train, {self.data.num_val:,} val, "
+                     f"{self.data.num_classes:,} classes at {self.image_size} px"),
+            ("global batch", f"{self.global_batch} = up to {self.micro_batch} a forward pass "
+                             f"x {self.world_size * self.devices_per_process} device(s) "
+                             f"x {self.accumulation} accumulation"),
+            ("steps", f"{self.total_steps:,} ({self.steps_per_epoch:,} an epoch, "
+                      f"the last of {self.last_window} samples; {self.warmup_steps:,} warm-up)"),
+            ("peak lr", self.lr_rule),
+            ("parameters", f"{self.model.parameters / 1e6:.2f} M"),
+            ("FLOPs", f"{self.model.forward_flops / 1e9:.2f} G an image forward, "
+                      f"{flops / 1e12:.2f} T a step"),
+            ("memory/device", f"about {total / GIB:.2f} GiB{of} ({parts})"),
+            ("decoding", f"{self.threads} thread(s) a process"),
+        ]  # fmt: skip
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        return "\n".join(lines + [f"{'note':<{width}}  {note}" for note in self.notes])
+
+
+def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFacts) -> Plan:
+    """Derive the plan.
+
+    Raises:
+        UserError: for every combination that cannot run, all of them in one message.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    device = resolve_device(config, machine)
+    processes, devices_each = _processes(config, machine, device, problems)
+    world = processes * config.launch.nodes
+    strategy = resolve_strategy(config, world)
+    shard = _shard_processes(config, strategy, world, processes, problems)
+    _check_strategy(config, strategy, world, model, problems, notes)
+    _check_data(config, data, problems)
+
+    batch = config.batch
+    lanes = world * devices_each
+    if batch.micro_batch is not None and batch.micro_batch > batch.global_batch:
+        problems.append(
+            f"batch.micro = {batch.micro_batch} is larger than batch.global = "
+            f"{batch.global_batch}: a forward pass cannot hold more than one optimiser step"
+        )
+    micro = batch.micro_batch or math.ceil(batch.global_batch / lanes)
+    accumulation = max(1, math.ceil(batch.global_batch / (micro * lanes)))
+    if batch.global_batch < lanes:
+        notes.append(
+            f"batch.global = {batch.global_batch} is smaller than {lanes} devices: "
+            f"{lanes - batch.global_batch} of them compute nothing"
+        )
+    elif batch.micro_batch and (chunks := math.ceil(batch.global_batch / micro)) % lanes:
+        notes.append(
+            f"{chunks} micro-batches of {micro} over {lanes} devices: "
+            f"{lanes - chunks % lanes} of them idle in the last of {accumulation} rounds"
+        )
+
+    steps_per_epoch = math.ceil(data.num_train / batch.global_batch)
+    total_steps = config.steps or config.epochs * steps_per_epoch
+    warmup = min(round(config.schedule.warmup_epochs * steps_per_epoch), total_steps // 2)
+    peak, rule = peak_lr(config)
+    if config.stop_at is not None and config.stop_at > total_steps:
+        problems.append(f"stop_at = {config.stop_at} is after the last step {total_steps}")
+    threads = config.data.workers or max(1, machine.cores // processes)
+    if problems:
+        raise UserError("\n".join(problems))
+    return Plan(
+        device=device,
+        strategy=strategy,
+        nodes=config.launch.nodes,
+        processes_per_node=processes,
+        devices_per_process=devices_each,
+        shard_processes=shard,
+        global_batch=batch.global_batch,
+        micro_batch=min(micro, batch.global_batch),
+        fixed_micro=batch.micro_batch,
+        accumulation=accumulation,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        warmup_steps=warmup,
+        last_window=data.num_train - (steps_per_epoch - 1) * batch.global_batch,
+        peak_lr=peak,
+        lr_rule=rule,
+        image_size=config.model.image_size or config.data.image_size,
+        threads=threads,
+        data=data,
+        model=model,
+        memory_bytes=_memory(config, strategy, shard, micro, model),
+        gpu_memory_bytes=machine.gpu_memory_bytes if device == "cuda" else None,
+        notes=notes,
+    )
+
+
+def resolve_device(config: Config, machine: Machine) -> str:
+    """``auto`` is CUDA where a GPU is visible."""
+    if config.device == "auto":
+        return "cuda" if machine.num_gpus else "cpu"
+    if config.device == "cuda" and not machine.num_gpus:
+        raise UserError(
+            "device = cuda, but no GPU is visible: use device=cpu, or check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return config.device
+
+
+def resolve_strategy(config: Config, world: int) -> str:
+    """``auto`` is single for one process and DDP for more."""
+    if config.strategy.name != "auto":
+        return config.strategy.name
+    return "single" if world == 1 else "ddp"
+
+
+def peak_lr(config: Config) -> tuple[float, str]:
+    """Peak learning rate and the rule that gives it, in words.
+
+    Linear scaling after Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677).
+    """
+    lr, base = config.optimizer.lr, config.optimizer.base_batch
+    if base is None:
+        return lr, f"{lr:g} (as given; optimizer.base_batch=null)"
+    scaled = lr * config.batch.global_batch / base
+    return scaled, f"{scaled:g} = {lr:g} x {config.batch.global_batch} / {base} (linear scaling)"
+
+
+def _processes(
+    config: Config, machine: Machine, device: str, problems: list[str]
+) -> tuple[int, int]:
+    """Processes of this node and devices of each."""
+    wanted = config.launch.processes
+    available = machine.num_gpus if device == "cuda" else None
+    if config.strategy.name in ("single", "dp"):
+        if wanted not in ("auto", 1) or config.launch.nodes > 1:
+            problems.append(
+                f"strategy = {config.strategy.name} is one process, but launch.processes = "
+                f"{wanted} and launch.nodes = {config.launch.nodes}: use strategy=ddp or fsdp"
+            )
+        return 1, max(1, machine.num_gpus) if config.strategy.name == "dp" and available else 1
+    processes = (available or 1) if wanted == "auto" else wanted
+    if available is not None and processes > available:
+        problems.append(
+            f"launch.processes = {processes}, but {available} GPU(s) are visible: "
+            f"use launch.processes={available}, or device=cpu"
+        )
+    return processes, 1
+
+
+def _shard_processes(
+    config: Config, strategy: str, world: int, per_node: int, problems: list[str]
+) -> int:
+    """Processes that share one copy of the model."""
+    if strategy == "fsdp":
+        return 1 if config.strategy.shard == "none" else world
+    if strategy != "hsdp":
+        return 1
+    wanted = config.strategy.shard_processes
+    if wanted is None:
+        wanted = per_node if config.launch.nodes > 1 else max(1, world // 2)
+    if world % wanted:
+        problems.append(
+            f"strategy.shard_processes = {wanted} does not divide {world} processes: use one of "
+            f"{', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}"
+        )
+    return wanted
+
+
+def _check_strategy(
+    config: Config,
+    strategy: str,
+    world: int,
+    model: ModelFacts,
+    problems: list[str],
+    notes: list[str],
+) -> None:
+    s, nodes = config.strategy, config.launch.nodes
+    if nodes > 1 and config.launch.rendezvous is None:
+        problems.append(
+            f"launch.nodes = {nodes} needs launch.rendezvous=HOST:PORT, an address of one node "
+            "that all nodes reach"
+        )
+    if rendezvous := config.launch.rendezvous:
+        host, _, port = rendezvous.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            problems.append(f"launch.rendezvous = {rendezvous}: expected HOST:PORT")
+    if strategy in ("fsdp", "hsdp") and s.shard == "none" and strategy == "hsdp":
+        problems.append("strategy.shard = none with strategy=hsdp: that is strategy=ddp")
+    if s.cpu_offload and strategy not in ("fsdp", "hsdp"):
+        problems.append(f"strategy.cpu_offload = true needs strategy=fsdp, not {strategy}")
+    if s.meta_init and strategy not in ("fsdp", "hsdp"):
+        problems.append(f"strategy.meta_init = true needs strategy=fsdp, not {strategy}")
+    if s.sync_batchnorm and not model.has_batchnorm:
+        notes.append("strategy.sync_batchnorm has no effect: the model has no BatchNorm")
+    elif s.sync_batchnorm and strategy in ("single", "dp"):
+        notes.append(f"strategy.sync_batchnorm has no effect with strategy={strategy}")
+    if model.has_batchnorm and config.batch.micro_batch is None and world > 1:
+        notes.append(
+            "BatchNorm statistics are per micro-batch: set batch.micro to get the same curve at "
+            "another number of processes"
+        )
+    if config.precision.name == "fp16" and config.ema.enabled:
+        notes.append("fp16: steps skipped by the loss scaler still count as steps")
+
+
+def _check_data(config: Config, data: DataFacts, problems: list[str]) -> None:
+    if data.num_classes < 2:
+        problems.append(f"data.root = {config.data.root} has {data.num_classes} class: at least 2")
+    for name, (low, high) in {"scale": config.augment.scale, "ratio": config.augment.ratio}.items():
+        if low > high or low <= 0:
+            problems.append(f"augment.{name} = [{low}, {high}]: expected 0 < low <= high")
+    if list(config.schedule.milestones) != sorted(config.schedule.milestones):
+        problems.append(f"schedule.milestones = {list(config.schedule.milestones)}: not ascending")
+
+
+def _memory(
+    config: Config, strategy: str, shard: int, micro: int, model: ModelFacts
+) -> dict[str, int]:
+    """Rough bytes of one device: what is kept from step to step, and the activations."""
+    fp32 = 4 * model.parameters
+    moments = {"sgd": 1 if config.optimizer.kwargs.get("momentum") else 0}.get(
+        config.optimizer.name.lower(), 2
+    )
+    full = config.strategy.shard == "full"
+    half = config.precision.name in ("bf16", "fp16")
+    activations = model.activation_bytes * micro // (2 if half else 1)
+    if config.model.activation_checkpointing:
+        activations //= 8
+    if strategy in ("fsdp", "hsdp") and config.strategy.cpu_offload:
+        return {"activations": activations}
+    return {
+        "parameters": fp32 // (shard if full else 1),
+        "gradients": fp32 // shard,
+        "optimiser": moments * fp32 // shard,
+        "ema": fp32 // shard if config.ema.enabled else 0,
+        "activations": activations,
+    }

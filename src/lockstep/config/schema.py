@@ -1,0 +1,246 @@
+"""Every knob of a run, typed and documented.
+
+Values live in ``conf/*.yaml`` only: no field has a default here, so a key that is missing from the
+YAML is an error and not a hidden choice. After binding, the configuration is frozen.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a key that nobody reads is an error."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=()
+    )
+
+
+class Run(Section):
+    """Where the run lives."""
+
+    name: str | None = Field(description="folder name below root; null derives it from the config")
+    root: str = Field(description="folder that holds all runs")
+
+
+class Batch(Section):
+    """How many samples make one optimiser step."""
+
+    global_batch: PositiveInt = Field(
+        alias="global", description="samples per optimiser step over all processes: the invariant"
+    )
+    micro_batch: PositiveInt | None = Field(
+        alias="micro",
+        description="samples per forward pass of one process; null: the process's whole slice",
+    )
+
+
+class Model(Section):
+    """Which network; ``name`` is any timm model."""
+
+    name: str = Field(description="timm model name")
+    pretrained: bool = Field(description="start from timm's published weights (needs network)")
+    image_size: PositiveInt | None = Field(description="pixels; null follows the data set")
+    patch_size: PositiveInt | Literal["auto"] | None = Field(
+        description="ViT patch side in pixels; auto: 16, or a quarter of an image below 64 px; "
+        "null: as the model has it"
+    )
+    drop_path: Rate = Field(description="stochastic depth rate of the last block")
+    activation_checkpointing: bool = Field(description="recompute blocks in backward")
+    kwargs: dict[str, Any] = Field(description="further arguments of timm.create_model")
+
+
+class Strategy(Section):
+    """How the processes share the work."""
+
+    name: Literal["single", "dp", "ddp", "fsdp", "hsdp", "auto"] = Field(
+        description="auto: single for one process, else ddp"
+    )
+    shard: Literal["full", "grad_op", "none"] = Field(
+        description="fsdp: what is sharded. full: parameters, gradients, optimiser state; "
+        "grad_op: parameters stay whole from forward to backward; none: nothing"
+    )
+    shard_processes: PositiveInt | None = Field(
+        description="hsdp: processes that share one copy of the model; null: those of one node, "
+        "or half of them on a single node"
+    )
+    cpu_offload: bool = Field(description="fsdp: keep parameters and optimiser state in host memory")
+    prefetch: NonNegativeInt = Field(description="fsdp: blocks gathered ahead of the running one")
+    sync_batchnorm: bool = Field(description="batch statistics over all processes of a micro-batch")
+    static_graph: bool = Field(description="ddp: the graph is the same in every step")
+    bucket_mb: PositiveFloat = Field(description="ddp: gradient bucket size in MiB")
+    meta_init: bool = Field(description="fsdp: only rank 0 holds the whole model while building")
+
+
+class Precision(Section):
+    """Number format of the arithmetic. Weights and optimiser state stay fp32."""
+
+    name: Literal["fp32", "tf32", "bf16", "fp16"]
+    initial_scale: PositiveFloat = Field(description="fp16: first loss scale")
+    growth_interval: PositiveInt = Field(description="fp16: good steps before the scale doubles")
+
+
+class Nccl(Section):
+    """Environment preset of NCCL and torch.distributed."""
+
+    name: str
+    env: dict[str, str | int] = Field(description="variables set before the process group starts")
+
+
+class Data(Section):
+    """Which images."""
+
+    name: Literal["digits", "cifar10", "imagenette", "imagenet", "folder"]
+    root: str = Field(description="folder holding train/ and val/, one folder a class below each")
+    source: Literal["folder"] = Field(description="how images are stored")
+    decode: Literal["cpu"] = Field(description="where images are decoded")
+    image_size: PositiveInt = Field(description="side of the training crop, pixels")
+    num_classes: PositiveInt | None = Field(description="null: counted in the folder")
+    num_train: PositiveInt | None = Field(description="null: counted in the folder")
+    num_val: PositiveInt | None = Field(description="null: counted in the folder")
+    mean: tuple[float, float, float] = Field(description="per channel, of pixels in 0..1")
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(description="per channel")
+    crop_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        description="evaluation: centre crop side / short side after resizing"
+    )
+    interpolation: Literal["bilinear", "bicubic"]
+    on_error: Literal["stop", "skip"] = Field(
+        description="an image that cannot be read: stop the run, or replace it and count it"
+    )
+    exif_rotate: bool = Field(description="apply the EXIF orientation")
+    workers: PositiveInt | None = Field(
+        description="decoding threads per process; null: cores / processes of this machine"
+    )
+    prefetch: PositiveInt = Field(description="micro-batches prepared ahead")
+
+
+class Augment(Section):
+    """What training does to an image; drawn from (seed, epoch, sample) alone."""
+
+    crop: Literal["random_resized", "pad", "resize", "none"] = Field(
+        description="random_resized: Inception crop; pad: shift by up to an eighth of the side; "
+        "resize: whole image; none: the evaluation crop"
+    )
+    scale: tuple[Fraction, Fraction] = Field(description="random_resized: area range")
+    ratio: tuple[PositiveFloat, PositiveFloat] = Field(description="random_resized: aspect range")
+    hflip: Fraction = Field(description="probability of a horizontal flip")
+    policy: Literal["none", "randaugment", "trivialaugment"]
+    num_ops: PositiveInt = Field(description="randaugment: operations per image")
+    magnitude: Annotated[int, Field(ge=0, le=30)] = Field(description="randaugment: 0..30")
+    erasing: Fraction = Field(description="probability of erasing a rectangle")
+    mixup: NonNegativeFloat = Field(description="Beta parameter; 0 is off")
+    cutmix: NonNegativeFloat = Field(description="Beta parameter; 0 is off")
+    label_smoothing: Rate
+
+
+class Optimizer(Section):
+    """Parameter update."""
+
+    name: str = Field(description="sgd, adamw, or any optimiser of torch.optim or timm")
+    lr: PositiveFloat = Field(description="peak learning rate at base_batch")
+    base_batch: PositiveInt | None = Field(
+        description="lr is multiplied by batch.global / base_batch; null: lr is used as it is"
+    )
+    weight_decay: NonNegativeFloat
+    decay_bias_and_norm: bool = Field(description="weight decay on biases and norms, too")
+    clip_grad_norm: PositiveFloat | None = Field(description="largest global gradient norm")
+    kwargs: dict[str, Any] = Field(description="further arguments of the optimiser")
+
+
+class Schedule(Section):
+    """Learning rate as a function of the optimiser step."""
+
+    name: Literal["cosine", "step", "constant"]
+    warmup_epochs: NonNegativeFloat = Field(description="linear warm-up from warmup_start * lr")
+    warmup_start: Fraction
+    final: Fraction = Field(description="cosine: last learning rate / peak")
+    milestones: tuple[Fraction, ...] = Field(description="step: fractions of the run")
+    factor: Fraction = Field(description="step: multiplier at each milestone")
+
+
+class Ema(Section):
+    """Moving average of the weights, evaluated beside the raw ones."""
+
+    enabled: bool
+    decay: Annotated[float, Field(gt=0, lt=1)]
+    warmup: bool = Field(description="decay = min(decay, (1 + step) / (10 + step))")
+
+
+class Evaluate(Section):
+    """When to evaluate; the last step always is."""
+
+    every_epochs: PositiveInt | None
+    every_steps: PositiveInt | None
+    batch: PositiveInt = Field(description="samples per forward pass of one process")
+
+
+class Checkpoint(Section):
+    """When to save and what to keep; the last step is always saved."""
+
+    every_epochs: PositiveInt | None
+    every_steps: PositiveInt | None
+    keep_last: PositiveInt
+    keep_best: bool = Field(description="also keep the checkpoint of the best top-1")
+
+
+class Telemetry(Section):
+    """Who is told. metrics.jsonl is always written: it is the source of truth."""
+
+    console: bool
+    console_seconds: PositiveFloat = Field(description="plain lines: seconds between two of them")
+    wandb: bool
+    wandb_project: str
+    wandb_mode: Literal["auto", "online", "offline"] = Field(
+        description="auto: online when a key is configured, else offline"
+    )
+
+
+class Launch(Section):
+    """Processes and nodes."""
+
+    processes: PositiveInt | Literal["auto"] = Field(
+        description="per node; auto: the visible GPUs, or 1 on CPU"
+    )
+    nodes: PositiveInt
+    rendezvous: str | None = Field(description="HOST:PORT that all nodes reach; needed for nodes>1")
+    max_restarts: NonNegativeInt
+    timeout_seconds: PositiveFloat = Field(description="longest wait of one collective")
+    grace_seconds: PositiveFloat = Field(description="time to save after a request to stop")
+
+
+class Config(Section):
+    """A whole run. Only the worker and the plan see it whole."""
+
+    device: Literal["auto", "cuda", "cpu"]
+    seed: NonNegativeInt
+    epochs: PositiveInt
+    steps: PositiveInt | None = Field(description="total optimiser steps, instead of epochs")
+    stop_at: PositiveInt | None = Field(description="save and stop after this step, to be resumed")
+    plan: bool = Field(description="print the plan and exit")
+    resume: str = Field(description="auto, never, or the path of a run or checkpoint folder")
+    compile: Literal["off", "default"] = Field(description="torch.compile")
+    run: Run
+    batch: Batch
+    model: Model
+    strategy: Strategy
+    precision: Precision
+    nccl: Nccl
+    data: Data
+    augment: Augment
+    optimizer: Optimizer
+    schedule: Schedule
+    ema: Ema
+    evaluate: Evaluate
+    checkpoint: Checkpoint
+    telemetry: Telemetry
+    launch: Launch

@@ -1,0 +1,185 @@
+"""Images in folders, ``<root>/<split>/<class>/**/<image>``, as torchvision's ImageFolder has them.
+
+Level 2. Owns which files belong to a data set, their order and the digest that tells whether they
+are the same as before; knows nothing of pixels.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.errors import UserError
+
+EXTENSIONS = frozenset(
+    f".{ending}"
+    for ending in (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "bmp", "dib", "gif", "webp", "avif"),
+        *("tif", "tiff", "ppm", "pgm", "pbm", "pnm", "pfm", "jp2", "j2k"),
+    )
+)
+"""What counts as an image, in any case; whether it is one shows when it is decoded."""
+
+HOW_TO_MAKE = {
+    "digits": "make it with `make data`, or `python scripts/prepare_data.py digits`",
+    "cifar10": "make it with `python scripts/prepare_data.py cifar10`",
+    "imagenette": "make it with `python scripts/prepare_data.py imagenette`",
+    "imagenet": "lay ImageNet out as train/n01440764/*.JPEG and val/n01440764/*.JPEG (1,000 "
+    "folders each) and set data.root to the folder that holds train and val",
+    "folder": "set data.root to a folder that holds train/<class>/* and val/<class>/*",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class FolderSource:
+    """The images of one split, ordered by class and then by the bytes of their path.
+
+    Hidden files and folders (a leading dot) are no part of it. Names lie joined in one blob, so
+    that a million of them are not a million objects.
+    """
+
+    folder: Path
+    classes: list[str]
+    targets: np.ndarray
+    """[n] int64, index into ``classes``."""
+    digest: str
+    """Hash of class names, relative file names and file sizes: the same wherever the root lies."""
+    _names: bytes
+    _ends: np.ndarray
+
+    @classmethod
+    def open(
+        cls, root: Path, split: str, *, name: str = "folder", classes: Sequence[str] | None = None
+    ) -> FolderSource:
+        """List ``<root>/<split>``.
+
+        Args:
+            name: ``data.name``; decides what the message about an absent folder recommends.
+            classes: those that the split must have (the training set's).
+
+        Raises:
+            UserError: nothing that can be trained on; names what is missing or superfluous.
+        """
+        folder = _split_folder(root, split, name)
+        try:
+            found = _class_names(root, folder)
+            _check_classes(root, split, found, classes)
+            files = [sorted(_images(os.fsencode(folder / c), os.fsencode(c))) for c in found]
+        except OSError as error:
+            raise UserError(
+                f"data.root = {root}: cannot list {os.fsdecode(error.filename or folder)}: "
+                f"{error.strerror}"
+            ) from error
+        if empty := [c for c, members in zip(found, files, strict=True) if not members]:
+            raise UserError(
+                f"data.root = {root}: no images in {_some(f'{split}/{c}' for c in empty)}: "
+                f"add some ({', '.join(sorted(EXTENSIONS))}) or remove the folder in all splits"
+            )
+        digest = blake2b("\0".join(found).encode(errors="surrogateescape"), digest_size=16)
+        for members in files:
+            digest.update(b"".join(b"\0%s\0%d" % member for member in members))
+        names = [path for members in files for path, _ in members]
+        return cls(
+            folder=folder,
+            classes=found,
+            targets=np.repeat(np.arange(len(found)), [len(members) for members in files]),
+            digest=digest.hexdigest(),
+            _names=b"".join(names),
+            _ends=np.cumsum([len(path) for path in names], dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def name(self, index: int) -> str:
+        """Path below the split's folder, with forward slashes: ``<class>/<...>/<file>``."""
+        start = self._ends[index - 1] if index > 0 else 0
+        return os.fsdecode(self._names[start : self._ends[index]])
+
+    def path(self, index: int) -> Path:
+        """Where the file lies."""
+        return self.folder / self.name(index)
+
+    def read(self, index: int) -> bytes:
+        """The file's bytes. Raises OSError where it cannot be read (any more)."""
+        return self.path(index).read_bytes()
+
+
+def _split_folder(root: Path, split: str, name: str) -> Path:
+    folder = root / split
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise UserError(f"data.root = {root}: {what}: {HOW_TO_MAKE[name]}")
+    if not folder.is_dir():
+        here = _some(sorted(p.name for p in root.iterdir() if p.is_dir())) or "no folders"
+        raise UserError(
+            f"data.root = {root}: there is no folder {split} in it (but {here}): {HOW_TO_MAKE[name]}"
+        )
+    return folder
+
+
+def _class_names(root: Path, folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        folders = [e for e in entries if not e.name.startswith(".") and e.is_dir()]
+    inside = (root.resolve(), folder.resolve())
+    for entry in folders:
+        target = Path(entry.path).resolve()
+        if entry.is_symlink() and not any(target.is_relative_to(top) for top in inside):
+            raise UserError(
+                f"data.root = {root}: the class folder {folder.name}/{entry.name} is a link to "
+                f"{target}, outside of the data: copy the images, or link them one by one"
+            )
+    return sorted((e.name for e in folders), key=os.fsencode)
+
+
+def _check_classes(root: Path, split: str, found: list[str], wanted: Sequence[str] | None) -> None:
+    if not found:
+        raise UserError(
+            f"data.root = {root}: {split} has no class folders: put the images of each class "
+            f"into a folder of their own, {split}/<class>/<image>"
+        )
+    if wanted is None and len(found) == 1:
+        raise UserError(
+            f"data.root = {root}: {split} has one class, {found[0]}: at least two are needed"
+        )
+    if wanted is not None and found != list(wanted):
+        missing = [c for c in wanted if c not in set(found)]
+        extra = [c for c in found if c not in set(wanted)]
+        parts = [f"missing in {split}: {_some(missing)}"] if missing else []
+        parts += [f"only in {split}: {_some(extra)}"] if extra else []
+        raise UserError(
+            f"data.root = {root}: train and {split} have different class folders "
+            f"({'; '.join(parts)}): every class needs one in both"
+        )
+
+
+def _images(folder: bytes, prefix: bytes) -> Iterator[tuple[bytes, int]]:
+    """Relative path and size of each image below ``folder``, in no order."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(b"."):
+                continue
+            path = prefix + b"/" + entry.name
+            if entry.is_dir():
+                if entry.is_symlink():
+                    reason = "is a link to a folder: copy the images, or link them one by one"
+                    raise OSError(errno.ELOOP, reason, entry.path)
+                yield from _images(entry.path, path)
+            elif os.path.splitext(entry.name)[1].lower().decode(errors="replace") in EXTENSIONS:
+                # A dangling link is listed, so that reading it names it; a pipe would block.
+                if entry.is_file():
+                    yield path, entry.stat().st_size
+                elif entry.is_symlink():
+                    yield path, 0
+
+
+def _some(names: Iterator[str] | Sequence[str], most: int = 5) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,145 @@
+"""The process group: the only file that knows ranks.
+
+Without a process group (one process) every function is the identity, so callers have one path.
+Level 1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+
+from lockstep.errors import UserError
+
+T = TypeVar("T")
+
+
+def init(device_type: str, timeout_seconds: float) -> torch.device:
+    """Join the process group that the environment describes and return this process's device.
+
+    The variables are torchrun's (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+    ``MASTER_PORT``); without ``WORLD_SIZE`` no group is made. CUDA tensors go through NCCL and CPU
+    tensors through gloo, so that checkpoints and object exchange never touch the GPU.
+    """
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ:
+        torch_dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device_type == "cuda" else None,
+        )
+    return device
+
+
+def shutdown() -> None:
+    """Leave the process group. Not a barrier: a failed peer must not keep us waiting."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def is_distributed() -> bool:
+    return torch_dist.is_available() and torch_dist.is_initialized()
+
+
+def rank() -> int:
+    return torch_dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    return torch_dist.get_world_size() if is_distributed() else 1
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Processes of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_distributed() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    """All ranks enter here. Through gloo: it must not wait for the GPU's queue."""
+    if is_distributed():
+        all_reduce_sum_(torch.zeros(1))
+
+
+def all_reduce_sum_(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, in place. All ranks enter here."""
+    if is_distributed():
+        torch_dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_objects(obj: T) -> list[T]:
+    """Every rank's plain object, in rank order, on every rank. All ranks enter here."""
+    if not is_distributed():
+        return [obj]
+    out: list[Any] = [None] * world_size()
+    torch_dist.all_gather_object(out, obj)
+    return out
+
+
+def broadcast_object(obj: T) -> T:
+    """Rank 0's plain object, on every rank. All ranks enter here."""
+    if not is_distributed():
+        return obj
+    box = [obj]
+    torch_dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def together(work: Callable[[], T]) -> T:
+    """Run ``work`` on every rank and fail on every rank if one of them meets a user's mistake.
+
+    All ranks enter here. Without it the other ranks would wait in the next collective for a rank
+    that has already left. Other exceptions leave at once: the launcher ends the peers.
+    """
+    error: str | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except UserError as exc:
+        error = str(exc)
+    first = next((e for e in gather_objects(error) if e is not None), None)
+    if first is not None:
+        raise UserError(first)
+    return result  # type: ignore[return-value]
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 and return its result, or raise its UserError, on every rank.
+
+    The result must be a plain object. All ranks enter here.
+    """
+    error: str | None = None
+    result: T | None = None
+    if is_main():
+        try:
+            result = work()
+        except UserError as exc:
+            error = str(exc)
+    error, result = broadcast_object((error, result))
+    if error is not None:
+        raise UserError(error)
+    return result  # type: ignore[return-value]
+
+
+def on_main_only(work: Callable[[], T], *, otherwise: T) -> T:
+    """``work()`` on rank 0 and ``otherwise`` elsewhere; its UserError is raised on every rank.
+
+    For results that cannot travel (open files). All ranks enter here.
+    """
+    return together(lambda: work() if is_main() else otherwise)

@@ -1,0 +1,136 @@
+"""One optimiser step: micro-batches in, one update and a few device-side sums out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lockstep.config.schema import Precision
+from lockstep.data.loader import Batch
+from lockstep.engine.state import TrainState
+from lockstep.strategy.base import Strategy
+from lockstep.strategy.precision import autocast
+
+DIGEST_PARTS = 4
+_PART = 1 << 24
+"""Digest parts are summed in float64: 24 bits stay exact over 2**29 ranks."""
+
+
+@dataclass
+class StepSums:
+    """What this rank adds to one optimiser step; sums over ranks describe the whole step."""
+
+    loss: torch.Tensor
+    """0-d float32 on the device: sum of per-sample losses."""
+    samples: int = 0
+    digest: np.ndarray = field(default_factory=lambda: np.zeros(DIGEST_PARTS, dtype=np.float64))
+
+
+def micro_step(
+    state: TrainState,
+    strategy: Strategy,
+    precision: Precision,
+    batch: Batch,
+    sums: StepSums,
+    *,
+    window: int,
+    last: bool,
+    label_smoothing: float,
+) -> None:
+    """Forward and backward of one micro-batch.
+
+    Each sample's loss is divided by ``window``, the sample count of the whole optimiser step, and
+    the strategy's averaging over ranks is undone, so the gradients add up to the exact mean
+    whatever the slices. A weight of 0 (dummy, unreadable image) removes a sample.
+    """
+    dummy = batch.slice.start == batch.slice.stop
+    if len(batch.images) == 1 and state.statistics.buffers:
+        batch = _doubled(batch)
+    if not dummy:
+        state.statistics.before_micro_batch(batch.slice.index)
+    # Whatever draws from the global generator (dropout) depends on the position, not on the rank.
+    torch.manual_seed(int(batch.seeds_host[0]))
+    with strategy.micro_batch(last=last):
+        with autocast(precision, batch.images.device):
+            if dummy:
+                with state.statistics.unchanged():
+                    logits = state.module(batch.images, seeds=batch.seeds)
+            else:
+                logits = state.module(batch.images, seeds=batch.seeds)
+        losses = F.cross_entropy(
+            logits.float(), batch.targets, reduction="none", label_smoothing=label_smoothing
+        )
+        loss = (losses * batch.weights).sum()
+        (loss * (strategy.loss_factor * state.scaler.scale / window)).backward()
+    sums.loss += loss.detach()
+    sums.samples += len(batch.ids)
+    sums.digest = (sums.digest + digest_of(batch.ids)) % _PART
+
+
+def update(
+    state: TrainState, strategy: Strategy, *, lr: float, clip: float | None, num_micro_batches: int
+) -> torch.Tensor:
+    """Clip, step, average. Returns the gradient norm before clipping, 0-d float32 on the device."""
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    norm = strategy.grad_norm(parameters)
+    apply = state.scaler.scale
+    good = state.scaler.step_is_good(norm)
+    norm = norm / apply
+    if good:
+        factor = None
+        if clip is not None:
+            factor = (clip / (norm + 1e-6)).clamp(max=1.0) / apply
+        elif apply != 1.0:
+            factor = torch.full_like(norm, 1.0 / apply)
+        if factor is not None:
+            grads = [_local(p.grad) for p in parameters if p.grad is not None]
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.statistics.end_window(num_micro_batches)
+    progress = state.progress
+    progress.step += 1
+    progress.micro_batches += num_micro_batches
+    if state.ema is not None:
+        state.ema.update(progress.step)
+    return norm.detach().float()
+
+
+def digest_of(ids: Iterable[int]) -> np.ndarray:
+    """Order-free digest of sample ids: four 24-bit sums of hashes, [4] float64.
+
+    Being a sum, it can be reduced over ranks and says what was computed, not what was planned.
+    """
+    total = np.zeros(DIGEST_PARTS, dtype=np.uint64)
+    for i in ids:
+        raw = blake2b(int(i).to_bytes(8, "little"), digest_size=3 * DIGEST_PARTS).digest()
+        parts = [int.from_bytes(raw[3 * k : 3 * k + 3], "little") for k in range(DIGEST_PARTS)]
+        total += np.array(parts, dtype=np.uint64)
+    return (total % _PART).astype(np.float64)
+
+
+def digest_text(parts: Iterable[float]) -> str:
+    """Reduced digest parts as 24 hexadecimal digits."""
+    return "".join(f"{int(p) % _PART:06x}" for p in parts)
+
+
+def _doubled(batch: Batch) -> Batch:
+    """A lone sample twice, the copy with weight 0: BatchNorm refuses one value per channel."""
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x])
+
+    weights = torch.cat([batch.weights, torch.zeros_like(batch.weights)])
+    images, targets, seeds = twice(batch.images), twice(batch.targets), twice(batch.seeds)
+    return replace(batch, images=images, targets=targets, seeds=seeds, weights=weights)
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if hasattr(grad, "to_local") else grad

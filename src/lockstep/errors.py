@@ -1,0 +1,24 @@
+"""The one exception that means "the user can fix this".
+
+Anything else that escapes is our bug and keeps its traceback. Level 0: every room may import it.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 85
+"""Stopped on request with everything saved: run the same command again to go on."""
+
+
+class UserError(Exception):
+    """A mistake in the configuration, the data or the environment.
+
+    The message is printed as it stands, without a traceback, and the process exits with
+    :data:`EXIT_USER_ERROR`. It names the key, the value and the fix.
+    """
+
+
+class Stopped(Exception):
+    """The run was asked to stop, saved its state and can be resumed (:data:`EXIT_STOPPED`)."""

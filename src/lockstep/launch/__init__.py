@@ -1,0 +1,108 @@
+"""From a checked configuration to running processes. Level 7.
+
+One process here, an agent with its own processes, or a place in a group that torchrun, srun or a
+Kubernetes job has started. Nothing heavy is imported before it is known to be needed.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.config.plan import Plan
+from lockstep.config.schema import Config
+from lockstep.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    Stopped,
+    UserError,
+)
+from lockstep.launch import nccl
+from lockstep.launch.env import Joined, join, say
+from lockstep.launch.signals import StopFlag, die_with_parent, handling, refuse_to_start
+
+WORKER = "lockstep.worker"
+
+
+def launch(config: Config, name: str, *, worker: str = WORKER, plan: Plan | None = None) -> int:
+    """Run to the end, tell the user how it ended, and return the exit code.
+
+    Args:
+        name: folder of the run below ``run.root``.
+        worker: module whose ``run`` trains as one process.
+        plan: made here when not given.
+    """
+    with handling(refuse_to_start):
+        try:
+            return _launch(config, name, worker, plan)
+        except UserError as exc:
+            say(f"error: {exc}")
+            return EXIT_USER_ERROR
+        except Stopped as exc:
+            say(f"{exc}\nthe same command goes on from {Path(config.run.root) / name}")
+            return EXIT_STOPPED
+        except Exception:
+            say(traceback.format_exc())
+            return EXIT_FAILURE
+
+
+def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
+    joined = join(config)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    run_dir = Path(config.run.root) / name
+    if not config.plan and config.resume != "never" and _finished(config, run_dir):
+        return EXIT_OK
+    nccl.apply(config.nccl)
+    plan = plan or _make_plan(config, joined)
+    if config.plan:
+        if joined is None or joined.rank == 0:
+            print(plan.text())
+        return EXIT_OK
+
+    from lockstep.launch.folder import claim
+    from lockstep.launch.process import Job, join_group, leave, work
+
+    claims = joined is not None or plan.nodes > 1
+    job = Job(config, plan, run_dir, worker, rank_zero_claims=claims)
+    if joined is not None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent(os.getppid())
+        code = join_group(job)
+        leave(code)
+        return code
+    with nullcontext() if claims else claim(run_dir, config, plan):
+        if plan.world_size > 1:
+            from lockstep.launch.agent import run_agent
+
+            return run_agent(job)
+        with StopFlag(last_chance=True) as stop:
+            work(job, stop)
+    return EXIT_OK
+
+
+def _finished(config: Config, run_dir: Path) -> bool:
+    """Tell of a run that is done already: it is never trained again by accident."""
+    from lockstep.launch.folder import finished
+
+    summary = finished(run_dir, config)
+    if summary is None:
+        return False
+    top1 = f"top-1 {summary['top1']:.2f} %" if "top1" in summary else "see DONE"
+    say(f"already finished: {top1}, {run_dir}\nto train again: resume=never run.name=NEW_NAME")
+    return True
+
+
+def _make_plan(config: Config, joined: Joined | None) -> Plan:
+    from lockstep.launch.prepare import machine, prepare
+
+    here = machine()
+    if joined is None:
+        return prepare(config, here)
+    if joined.one_gpu_each:
+        here = replace(here, num_gpus=joined.local_world_size)
+    return prepare(joined.describe(config), here)

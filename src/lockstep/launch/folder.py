@@ -1,0 +1,105 @@
+"""The run folder before training: who may write, what is there already. Level 7."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.manifest import atomic_write, check_law
+from lockstep.config.bind import law, load_config, save_config
+from lockstep.config.plan import Plan
+from lockstep.config.schema import Config
+from lockstep.errors import UserError
+
+LOCK, DONE, LOGS = "lock", "DONE", "logs"
+
+
+@contextmanager
+def claim(run_dir: Path, config: Config, plan: Plan) -> Iterator[None]:
+    """Own the folder for the time of a run, and write down what the run is.
+
+    Raises:
+        UserError: in use, holds another run, or is not to be gone on with.
+    """
+    with run_lock(run_dir):
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if config.resume == "never" and not restarted:
+            _check_empty(run_dir)
+        _check_same_run(run_dir, config)
+        save_config(config, run_dir / "config.yaml")
+        atomic_write(run_dir / "plan.json", json.dumps(plan.to_json(), indent=2).encode())
+        yield
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold ``run_dir/lock``. The kernel releases it, however the holder ends.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written.
+    """
+    path = run_dir / LOCK
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as exc:
+        raise UserError(
+            f"run.root = {run_dir.parent}: cannot write {path}: {exc.strerror}"
+        ) from exc
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            file.seek(0)
+            raise UserError(
+                f"run folder {run_dir} is in use by {file.read().strip() or 'another process'}: "
+                "wait for it, stop it, or choose another run.name"
+            ) from exc
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+        file.flush()
+        yield
+
+
+def finished(run_dir: Path, config: Config) -> dict[str, Any] | None:
+    """Summary of a run that is already done.
+
+    Raises:
+        UserError: the finished run has another configuration.
+    """
+    try:
+        summary = json.loads((run_dir / DONE).read_text())
+    except (OSError, ValueError):
+        return None
+    _check_same_run(run_dir, config)
+    return dict(summary)
+
+
+def _check_empty(run_dir: Path) -> None:
+    found = sorted(p.name for p in run_dir.iterdir() if p.name not in (LOCK, LOGS))
+    if found:
+        raise UserError(
+            f"resume = never, but {run_dir} holds a run ({', '.join(found[:5])}): choose another "
+            "run.name, remove the folder, or leave out resume=never to go on"
+        )
+
+
+def _check_same_run(run_dir: Path, config: Config) -> None:
+    """Something worth keeping must not get a ``config.yaml`` that did not make it."""
+    checkpoints = run_dir / "checkpoints"
+    holds_results = checkpoints.is_dir() and any(checkpoints.iterdir())
+    if not holds_results and not (run_dir / DONE).exists():
+        return
+    try:
+        saved = law(load_config(run_dir / "config.yaml"))
+    except UserError:
+        return  # missing, or of another version: the checkpoint itself carries the law, too
+    check_law(saved, law(config))

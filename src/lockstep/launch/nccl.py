@@ -1,0 +1,20 @@
+"""NCCL presets: environment variables, set before the process group starts. Level 7."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lockstep.config.schema import Nccl
+
+
+def apply(preset: Nccl) -> None:
+    """Export the preset's variables; what the user exported already stays, and we say so."""
+    for name, value in preset.env.items():
+        before = os.environ.setdefault(name, str(value))
+        if before != str(value):
+            print(
+                f"note: {name}={before} from your environment stays (nccl={preset.name} "
+                f"would set {value})",
+                file=sys.stderr,
+            )

@@ -1,0 +1,99 @@
+"""Requests to stop, and the promise that no process outlives its parent. Level 7."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from lockstep.errors import Stopped
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""What asks a run to save and stop: schedulers (SIGTERM, SIGUSR1) and Ctrl-C."""
+
+Handler = Callable[[int, FrameType | None], Any]
+_PR_SET_PDEATHSIG = 1
+
+
+class StopFlag:
+    """Remembers a request to stop until the training loop asks for it.
+
+    The first reading of :attr:`requested` says that somebody listens. Before, there is nothing to
+    save, and a signal does what it did before: wait for nobody (a loop that has not begun may be
+    blocked in a rendezvous whose other side has already left).
+    """
+
+    def __init__(self, *, last_chance: bool) -> None:
+        """
+        Args:
+            last_chance: a second Ctrl-C ends the process at once. For a process that has a
+                terminal of its own; a worker leaves that to the agent.
+        """
+        self._last_chance = last_chance
+        self._name: str | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> str | None:
+        """Name of the signal that asked to stop."""
+        if not self._before:
+            self._before = install(self._receive)
+        return self._name
+
+    def __enter__(self) -> StopFlag:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._before)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        self._name = self._name or signal.Signals(signum).name
+        if self._last_chance and signum == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def install(handler: Handler | signal.Handlers) -> dict[int, Any]:
+    """Handle the stop signals, except one that the parent shell ignores; returns what was."""
+    before: dict[int, Any] = {s: signal.getsignal(s) for s in STOP_SIGNALS}
+    for signum, old in before.items():
+        if old is not signal.SIG_IGN:
+            signal.signal(signum, handler)
+    return before
+
+
+def restore(before: dict[int, Any]) -> None:
+    """Undo :func:`install`."""
+    for signum, old in before.items():
+        signal.signal(signum, old)
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[None]:
+    """Handle the stop signals for a while."""
+    before = install(handler)
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def refuse_to_start(signum: int, _frame: FrameType | None) -> None:
+    """Handler for the time before training."""
+    raise Stopped(f"asked to stop ({signal.Signals(signum).name}) before training began")
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the process ``parent``, which started it, ends.
+
+    However the parent ends: a killed agent must not leave workers that hold the GPUs.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)

@@ -1,0 +1,76 @@
+"""What the engine needs of a strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lockstep import dist
+from lockstep.config.schema import Precision
+from lockstep.config.schema import Strategy as StrategyConfig
+
+
+class Strategy(ABC):
+    """One way of sharing an optimiser step.
+
+    The engine calls ``prepare`` once, then for each micro-batch a forward and a backward pass
+    within ``micro_batch(last=...)``. Gradients are averaged over ranks by every implementation, so
+    the engine multiplies the loss by ``loss_factor`` to get their sum: with per-sample losses
+    divided by the global count, that sum is the exact gradient whatever the slices.
+    """
+
+    materialises_meta: ClassVar[bool] = False
+    """Whether ``prepare`` takes a model whose parameters are on the meta device."""
+
+    def __init__(
+        self,
+        cfg: StrategyConfig,
+        precision: Precision,
+        *,
+        shard_processes: int,
+        accumulation: int,
+    ) -> None:
+        """
+        Args:
+            shard_processes: processes that share one copy of the model.
+            accumulation: micro-batches of one process in a full optimiser step.
+        """
+        self.cfg = cfg
+        self.precision = precision
+        self.shard_processes = shard_processes
+        self.accumulation = accumulation
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Move and wrap ``model``; returns the module to call. All ranks enter here.
+
+        The model passed in stays the owner of the parameters, under the same names.
+        """
+
+    @property
+    def loss_factor(self) -> float:
+        return float(dist.world_size())
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Context of one forward and backward pass; gradients need to be whole after the last."""
+        return nullcontext()
+
+    def after_evaluation(self) -> None:
+        """Undo what forward passes without a backward pass leave behind."""
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Global L2 norm of the gradients, a 0-d float32 tensor, the same on every rank."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        # FSDP: the norm is a DTensor of partial sums; all ranks enter the reduction.
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def _sync_batchnorm(self, model: nn.Module) -> nn.Module:
+        if not self.cfg.sync_batchnorm:
+            return model
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)

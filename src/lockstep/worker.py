@@ -1,0 +1,285 @@
+"""The composition root: the only place that sees the whole configuration and builds every part.
+
+Level 6. One process of a run; the launcher has described its place in the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+
+from lockstep import __version__, dist
+from lockstep.checkpoint.export import export_weights, git_revision
+from lockstep.checkpoint.manifest import atomic_write, check_law
+from lockstep.checkpoint.store import Found, Store
+from lockstep.config.bind import law
+from lockstep.config.plan import Plan
+from lockstep.config.schema import Config
+from lockstep.data.loader import Loader
+from lockstep.data.source import FolderSource
+from lockstep.engine.loop import StopRequest, Training, fit, main_result
+from lockstep.engine.state import Progress, TrainState
+from lockstep.errors import UserError
+from lockstep.models.batchnorm import RunningStatistics
+from lockstep.models.build import blocks, build, no_decay_names
+from lockstep.optim.build import build_optimizer
+from lockstep.optim.ema import WeightAverage
+from lockstep.strategy import build_strategy
+from lockstep.strategy.precision import LossScaler, set_matmul_precision
+from lockstep.telemetry import Telemetry, open_telemetry
+
+
+def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[str, Any]:
+    """Train as one process of the run.
+
+    Returns:
+        Plain summary for people and for ``DONE``: run, step, top1, top5, loss, count, best.
+
+    Raises:
+        UserError: on every rank alike. Stopped: asked to stop, saved.
+    """
+    device = dist.init(plan.device, config.launch.timeout_seconds)
+    try:
+        training = compose(config, plan, run_dir, device, stop)
+        try:
+            fit(training)
+        except BaseException:
+            training.telemetry.close(None)
+            raise
+        return finish(config, training, run_dir)
+    finally:
+        dist.shutdown()
+
+
+def compose(
+    config: Config, plan: Plan, run_dir: Path, device: torch.device, stop: StopRequest
+) -> Training:
+    """Build every part, restore the newest checkpoint, open telemetry. All ranks enter here."""
+    set_matmul_precision(config.precision)
+    train_loader, val_loader = dist.together(lambda: build_loaders(config, plan, device))
+
+    strategy = build_strategy(
+        plan.strategy,
+        config.strategy,
+        config.precision,
+        shard_processes=plan.shard_processes,
+        accumulation=plan.accumulation,
+    )
+    # With meta_init, only rank 0 holds weights; prepare() hands out the shards.
+    meta = config.strategy.meta_init and strategy.materialises_meta and not dist.is_main()
+    model = dist.together(
+        lambda: build(
+            config.model,
+            image_size=plan.image_size,
+            num_classes=plan.data.num_classes,
+            seed=config.seed,
+            meta=meta,
+        )
+    )
+    if config.compile != "off":
+        # In place, so that names stay timm's; blocks alone under FSDP, whose hooks lie between.
+        for part in blocks(model) if strategy.materialises_meta else [model]:
+            part.compile()
+    if device.type == "cuda":
+        model.to(memory_format=torch.channels_last)
+    module = strategy.prepare(model, device)
+    statistics = RunningStatistics(model)
+    optimizer = dist.together(
+        lambda: build_optimizer(
+            model,
+            config.optimizer,
+            no_decay=no_decay_names(model),
+            fused=device.type == "cuda" and not config.strategy.cpu_offload,
+        )
+    )
+    state = TrainState(
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        scaler=LossScaler(config.precision),
+        statistics=statistics,
+        ema=WeightAverage(model, statistics.buffers, config.ema) if config.ema.enabled else None,
+        progress=Progress(),
+    )
+
+    manifest = {
+        "law": law(config),
+        "data": {"train": train_loader.source.digest, "val": val_loader.source.digest},
+        "versions": versions(),
+        "world_size": dist.world_size(),
+        "micro_batch": plan.micro_batch,
+    }
+    store = Store(
+        run_dir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+    )
+    notes: list[str] = []
+    found = find_checkpoint(config, store)
+    if found is not None:
+        notes += restore(state, store, found, manifest)
+    else:
+        statistics.split(statistics.buffers)
+        if state.ema is not None:
+            statistics.split(state.ema.buffers)
+    telemetry = dist.on_main_only(
+        lambda: open_telemetry(
+            config.telemetry,
+            run_dir=run_dir,
+            config=config.model_dump(by_alias=True, mode="json"),
+            run_name=run_dir.name,
+            total_steps=plan.total_steps,
+            steps_per_epoch=plan.steps_per_epoch,
+            resume_step=state.progress.step,
+        ),
+        otherwise=Telemetry([]),
+    )
+    for note in notes:
+        telemetry.message(note)
+    return Training(
+        plan=plan,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        precision=config.precision,
+        evaluation=config.evaluate,
+        checkpoint=config.checkpoint,
+        label_smoothing=config.augment.label_smoothing,
+        stop_at=config.stop_at,
+        device=device,
+        strategy=strategy,
+        state=state,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        store=store,
+        telemetry=telemetry,
+        stop=stop,
+        manifest=manifest,
+        saved_step=state.progress.step if found is not None else -1,
+    )
+
+
+def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loader, Loader]:
+    """Training and validation images."""
+    root = Path(config.data.root)
+    train = FolderSource.open(root, "train", name=config.data.name)
+    val = FolderSource.open(root, "val", name=config.data.name, classes=train.classes)
+    if len(train.classes) != plan.data.num_classes:
+        raise UserError(
+            f"data.root = {root}: {len(train.classes)} class folders, but "
+            f"data.num_classes = {plan.data.num_classes}"
+        )
+
+    def loader(source: FolderSource, training: bool) -> Loader:
+        return Loader(
+            source,
+            config.data,
+            config.augment if training else None,
+            image_size=plan.image_size,
+            seed=config.seed,
+            device=device,
+            threads=plan.threads,
+        )
+
+    return loader(train, True), loader(val, False)
+
+
+def find_checkpoint(config: Config, store: Store) -> Found | None:
+    """What to go on from: this run's own newest checkpoint, else the one that ``resume`` names."""
+    if config.resume == "never":
+        return None
+    found = store.find()
+    if found is None and config.resume != "auto":
+        found = store.find(Path(config.resume))
+    return found
+
+
+def restore(
+    state: TrainState, store: Store, found: Found, manifest: dict[str, Any]
+) -> list[str]:
+    """Load a checkpoint into ``state``; returns what the user should know of it."""
+    check_law(found.meta["law"], manifest["law"])
+    for split, digest in manifest["data"].items():
+        if found.meta["data"][split] != digest:
+            raise UserError(
+                f"the {split} images changed since {found.path.name} was saved (digest "
+                f"{found.meta['data'][split]}, now {digest}): restore the data (dvc checkout), or "
+                "train anew under another run.name"
+            )
+    tensors = state.tensors()
+    meta = store.load(found, tensors)
+    state.adopt(tensors, meta)
+    notes = [*found.notes, f"resumed from {found.path.name}"]
+    before = (meta["world_size"], meta["micro_batch"])
+    now = (manifest["world_size"], manifest["micro_batch"])
+    if state.statistics.buffers and before[1] != now[1]:
+        notes.append(
+            f"micro-batch {before[1]} became {now[1]} and the model has BatchNorm: the curve may "
+            f"change; batch.micro={before[1]} keeps it"
+        )
+    return notes
+
+
+def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
+    """Export the weights, write ``DONE`` and close telemetry. All ranks enter here."""
+    result, progress = main_result(t.results), t.state.progress
+    summary: dict[str, Any] = {
+        "run": str(run_dir),
+        "step": progress.step,
+        "weights": "ema" if t.state.ema is not None else "raw",
+        "top1": result.top1,
+        "top5": result.top5,
+        "loss": result.loss,
+        "count": result.count,
+        "best_top1": progress.best_top1,
+        "best_step": progress.best_step,
+        "left_out": sum(dist.gather_objects(t.train_loader.num_left_out)),
+    }
+    weights = whole_weights(t.state)
+
+    def write() -> None:
+        card = {
+            "recipe": config.model_dump(by_alias=True, mode="json"),
+            "num_classes": t.plan.data.num_classes,
+            "image_size": t.plan.image_size,
+            "classes": t.train_loader.source.classes,
+            "metrics": summary,
+            "data": t.manifest["data"],
+            "git": git_revision(Path.cwd()),
+            "versions": versions(),
+        }
+        export_weights(weights, run_dir / "model.safetensors", card=card)
+        atomic_write(run_dir / "DONE", json.dumps(summary, indent=2).encode())
+
+    dist.on_main(write)
+    t.telemetry.close(summary)
+    return summary
+
+
+def whole_weights(state: TrainState) -> dict[str, torch.Tensor]:
+    """Unsharded evaluation weights on rank 0's CPU; elsewhere empty. All ranks enter here."""
+    from contextlib import nullcontext
+
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    swapped = state.ema.swapped() if state.ema is not None else nullcontext()
+    with swapped, state.statistics.whole():
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        # A copy: on the CPU these are the live tensors, which leave `whole` after this line.
+        return {k: v.clone() for k, v in get_model_state_dict(state.model, options=options).items()}
+
+
+def versions() -> dict[str, str]:
+    """What the run was computed with."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "lockstep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "timm": timm.__version__,
+        "gpu": gpu,
+    }

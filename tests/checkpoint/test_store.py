@@ -1,0 +1,353 @@
+"""Saves that survive crashes, full disks and bit rot, on real processes."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import dist
+from lockstep.checkpoint import manifest, shards, store
+from lockstep.checkpoint.manifest import COMMITTED, MANIFEST
+from lockstep.checkpoint.store import Found, Store, find_checkpoint
+from lockstep.errors import UserError
+from tests.checkpoint.test_manifest import file_size_limit, flip_bit
+
+META: dict[str, Any] = {"law": {"seed": 0}, "progress": {"step": 1, "best": None}}
+
+
+def tensors(value: float, size: int = 6) -> shards.Tensors:
+    return {
+        "model": {"weight": torch.full((size, 2), value), "scale": torch.tensor(value)},
+        "optimizer": {"state.weight.step": torch.tensor(value)},
+    }
+
+
+def open_store(run_dir: Path, *, keep_last: int = 2, keep_best: bool = False) -> Store:
+    return Store(run_dir, keep_last=keep_last, keep_best=keep_best)
+
+
+def saved(run_dir: Path, *steps: int, **options: Any) -> Store:
+    result = open_store(run_dir, **options)
+    for step in steps:
+        result.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+    return result
+
+
+def names(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+def found_step(run_dir: Path) -> int:
+    """The step that a fresh process would go on from, after loading it."""
+    fresh = open_store(run_dir)
+    found = fresh.find()
+    assert found is not None
+    target = tensors(-1.0)
+    meta = fresh.load(found, target)
+    assert meta == META | {"saved": found.step}
+    assert target["model"]["weight"].unique().tolist() == [found.step]
+    return found.step
+
+
+# --- saving and retaining ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "keep_last, keep_best, metrics, kept",
+    [
+        pytest.param(1, False, [1.0, 2.0, 3.0], {3}, id="last one"),
+        pytest.param(2, False, [9.0, 2.0, 3.0], {2, 3}, id="last two"),
+        pytest.param(9, False, [1.0, 2.0], {1, 2}, id="fewer than allowed"),
+        pytest.param(1, True, [1.0, 9.0, 3.0, 4.0], {2, 4}, id="best"),
+        pytest.param(1, True, [1.0, 2.0, 9.0], {3}, id="best is last"),
+        pytest.param(1, True, [5.0, 5.0, 1.0], {1, 3}, id="earliest of equals"),
+        pytest.param(1, True, [None, None, None], {3}, id="never evaluated"),
+        pytest.param(1, True, [None, 4.0, None, None], {2, 4}, id="evaluated once"),
+        pytest.param(1, True, [math.nan, 0.0, math.inf, None], {2, 4}, id="non-finite"),
+        pytest.param(1, True, [-2.0, -1.0, -3.0], {2, 3}, id="negative"),
+    ],
+)
+def test_retention(
+    tmp_path: Path, keep_last: int, keep_best: bool, metrics: list[float | None], kept: set[int]
+) -> None:
+    checkpoints = open_store(tmp_path, keep_last=keep_last, keep_best=keep_best)
+    for step, metric in enumerate(metrics, start=1):
+        checkpoints.save(step, tensors(float(step)), META, metric=metric)
+    assert names(tmp_path) == {f"step-{step}" for step in kept}
+
+
+def test_an_intact_step_is_not_saved_again(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 1)
+    inode = (tmp_path / "checkpoints" / "step-1").stat().st_ino
+    checkpoints.save(1, tensors(1.0), META, metric=None)
+    assert (tmp_path / "checkpoints" / "step-1").stat().st_ino == inode
+
+
+def test_a_damaged_step_is_saved_again(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    flip_bit(tmp_path / "checkpoints" / "step-2" / "__0_0.distcp")
+    assert found_step(tmp_path) == 1
+    saved(tmp_path, 2)
+    assert found_step(tmp_path) == 2
+
+
+def test_damaged_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, keep_last=3)
+    for step in (2, 3):
+        flip_bit(tmp_path / "checkpoints" / f"step-{step}" / "__0_0.distcp")
+    resumed = open_store(tmp_path, keep_last=2)
+    assert resumed.find() is not None
+    resumed.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
+    assert names(tmp_path) == {"step-1", "step-2"}
+    assert found_step(tmp_path) == 2
+
+
+def test_what_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = saved(tmp_path, 1, keep_last=1)
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "remove", refuse)
+        checkpoints.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
+    assert names(tmp_path) == {"step-1", "step-2"}
+    checkpoints.save(3, tensors(3.0), META | {"saved": 3}, metric=None)
+    assert names(tmp_path) == {"step-3"}
+
+
+# --- finding ----------------------------------------------------------------------------------
+
+
+def test_a_run_without_checkpoints(tmp_path: Path) -> None:
+    assert open_store(tmp_path).find() is None
+    (tmp_path / "checkpoints" / "step-5.tmp").mkdir(parents=True)
+    assert open_store(tmp_path).find() is None
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "bit flip": (lambda f: flip_bit(f / "__0_0.distcp", 100), "__0_0.distcp: checksum differs"),
+    "truncation": (lambda f: os.truncate(f / "__0_0.distcp", 9), "__0_0.distcp: 9 bytes instead"),
+    "missing shard": (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp: No such file"),
+    "missing index": (lambda f: (f / ".metadata").unlink(), ".metadata: No such file"),
+    "altered index": (lambda f: flip_bit(f / ".metadata"), ".metadata: checksum differs"),
+    "not committed": (lambda f: (f / COMMITTED).unlink(), "COMMITTED is missing"),
+    "torn manifest": (lambda f: os.truncate(f / MANIFEST, 30), "manifest.json: checksum differs"),
+    "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "COMMITTED is missing"),
+    "renamed": (
+        lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step-30"), f)),
+        "holds step 30",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, reason", DAMAGES.values(), ids=DAMAGES)
+def test_fallback_is_named(tmp_path: Path, damage: Callable[[Path], Any], reason: str) -> None:
+    saved(tmp_path, 30, 40)
+    damage(tmp_path / "checkpoints" / "step-40")
+    found = open_store(tmp_path).find()
+    assert found is not None and found.step == 30
+    (note,) = found.notes
+    assert note.startswith("step-40: ") and note.endswith("; falling back to step-30")
+    assert reason in note
+    assert found_step(tmp_path) == 30
+
+
+def test_all_damaged_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
+    saved(tmp_path, 30, 40)
+    for step in (30, 40):
+        (tmp_path / "checkpoints" / f"step-{step}" / "__0_0.distcp").unlink()
+    with pytest.raises(UserError) as caught:
+        open_store(tmp_path).find()
+    message = str(caught.value)
+    assert "every checkpoint of the run is damaged" in message
+    assert "step-30: shard __0_0.distcp" in message and "step-40: shard" in message
+
+
+@pytest.mark.parametrize(
+    "inside, step",
+    [("", 40), ("checkpoints", 40), ("checkpoints/step-30", 30), ("checkpoints/step-40", 40)],
+)
+def test_where_may_be_any_of_three_folders(tmp_path: Path, inside: str, step: int) -> None:
+    saved(tmp_path / "other", 30, 40)
+    found = open_store(tmp_path / "mine").find(tmp_path / "other" / inside)
+    assert found is not None and found.step == step and found.meta["saved"] == step
+    assert find_checkpoint(tmp_path / "other" / inside) == found
+
+
+@pytest.mark.parametrize(
+    "where, reason",
+    [
+        pytest.param("absent", "no such folder", id="absent"),
+        pytest.param(".", "no step-N folder is there", id="empty"),
+        pytest.param("run/checkpoints/step-30/.metadata", "no such folder", id="a file"),
+        pytest.param("run/checkpoints/step-30", "step-30: COMMITTED is missing", id="damaged"),
+        pytest.param("run", "step-30: COMMITTED is missing", id="run of damaged ones"),
+    ],
+)
+def test_where_without_a_checkpoint(tmp_path: Path, where: str, reason: str) -> None:
+    saved(tmp_path / "run", 30)
+    (tmp_path / "run" / "checkpoints" / "step-30" / COMMITTED).unlink()
+    with pytest.raises(UserError) as caught:
+        open_store(tmp_path).find(tmp_path / where)
+    assert str(tmp_path / where) in str(caught.value) and reason in str(caught.value)
+
+
+def test_a_relative_step_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 30)
+    monkeypatch.chdir(tmp_path / "checkpoints" / "step-30")
+    assert find_checkpoint(Path(".")).step == 30
+
+
+# --- interruptions ----------------------------------------------------------------------------
+
+
+def _die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_at(name: str, when: Callable[..., bool] = lambda *_: True) -> Callable[[], None]:
+    """Patch a function so that the process is killed where it would run."""
+
+    def patch() -> None:
+        module, attribute = name.split(".")
+        owner: Any = {"shards": shards, "store": store, "manifest": manifest, "Path": Path}[module]
+        real = getattr(owner, attribute)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return _die() if when(*args) else real(*args, **kwargs)
+
+        setattr(owner, attribute, replacement)
+
+    return patch
+
+
+CRASHES: dict[str, tuple[Callable[[], None], int]] = {
+    "before the shards": (_die_at("shards.write"), 2),
+    "amid the shards": (_die_at("shards._ReportingFileSystem"), 2),
+    "after the shards": (_die_at("store.describe"), 2),
+    "before the manifest": (_die_at("manifest.atomic_write"), 2),
+    "before the mark": (
+        _die_at("manifest.atomic_write", lambda path, _: path.name == COMMITTED),
+        2,
+    ),
+    "before the rename": (_die_at("Path.rename", lambda path, _: path.name == "step-3.tmp"), 2),
+    "after the rename": (
+        _die_at("store.sync_folder", lambda path: (path / "step-3").exists()),
+        3,
+    ),
+    "amid a deletion": (_die_at("manifest.sync_folder", lambda path: path.name == "step-1"), 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("patch, survivor", CRASHES.values(), ids=CRASHES)
+def test_killed_while_saving(tmp_path: Path, patch: Callable[[], None], survivor: int) -> None:
+    saved(tmp_path, 1, 2)
+
+    def doomed() -> None:
+        patch()
+        saved(tmp_path, 3)
+
+    process = multiprocessing.get_context("fork").Process(target=doomed)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert found_step(tmp_path) == survivor
+    # Leftovers are gone after the next save.
+    saved(tmp_path, survivor + 1)
+    assert names(tmp_path) == {f"step-{survivor}", f"step-{survivor + 1}"}
+    assert found_step(tmp_path) == survivor + 1
+
+
+# --- full disks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limit", [pytest.param(0, id="from the first byte"), pytest.param(9000, id="amid a shard")]
+)
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, limit: int) -> None:
+    checkpoints = saved(tmp_path, 1)
+    with file_size_limit(limit), pytest.raises(UserError) as caught:
+        checkpoints.save(2, tensors(2.0, size=5000), META, metric=None)
+    assert str(caught.value).startswith("disk full while saving step 2: ")
+    assert "the previous checkpoint step-1 is intact" in str(caught.value)
+    assert names(tmp_path) == {"step-1"}
+    assert found_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("name", ["describe", "commit"])
+def test_refusals_after_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "somewhere")
+
+    monkeypatch.setattr(store, name, refuse)
+    with pytest.raises(UserError, match="the file system failed while saving step 1.*none was"):
+        saved(tmp_path, 1)
+    assert names(tmp_path) == set()
+
+
+def test_an_unwritable_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(UserError, match="while saving step 1"):
+        saved(tmp_path, 1)
+
+
+def _save_on_a_full_disk(run_dir: Path) -> None:
+    checkpoints = saved(run_dir, 1)
+    big = {"model": {f"w{i}": torch.full((5000,), float(i)) for i in range(4)}}
+    rank, world = dist.rank(), dist.world_size()
+    with file_size_limit(9000 if rank == world - 1 else 10**9):
+        try:
+            checkpoints.save(2, big, META, metric=None)
+            raise AssertionError("saved on a full disk")
+        except UserError as exc:
+            assert "disk full while saving step 2" in str(exc)
+            assert "step-1 is intact" in str(exc)
+            messages = dist.gather_objects(str(exc))
+    assert len(set(messages)) == 1
+    assert names(run_dir) == {"step-1"}
+    # Room was made: the same processes go on.
+    checkpoints.save(2, big, META, metric=None)
+    found = checkpoints.find()
+    assert found is not None and found.step == 2
+    assert {f"__{r}_0.distcp" for r in range(world)} < set(found.files)
+    target = {"model": {f"w{i}": torch.zeros(5000) for i in range(4)}}
+    checkpoints.load(found, target)
+    assert all(target["model"][f"w{i}"].eq(i).all() for i in range(4))
+
+
+def test_full_disk_of_one_rank(run_processes: Callable[..., None], tmp_path: Path) -> None:
+    run_processes(2, _save_on_a_full_disk, tmp_path)
+
+
+def _find_with_damage(run_dir: Path) -> None:
+    saved(run_dir, 30, 40)
+    dist.on_main(lambda: flip_bit(run_dir / "checkpoints" / "step-40" / "__1_0.distcp"))
+    checkpoints = open_store(run_dir)
+    found = checkpoints.find()
+    assert isinstance(found, Found)
+    assert dist.gather_objects(found) == [found] * dist.world_size()
+    assert found.notes == ["step-40: shard __1_0.distcp: checksum differs; falling back to step-30"]
+    try:
+        checkpoints.find(run_dir / "absent")
+        raise AssertionError("found nothing")
+    except UserError as exc:
+        assert "no such folder" in str(exc)
+
+
+def test_all_ranks_find_the_same(run_processes: Callable[..., None], tmp_path: Path) -> None:
+    run_processes(2, _find_with_damage, tmp_path)

@@ -1,0 +1,80 @@
+"""Helpers of the whole suite: real processes, real commands."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as torch_dist
+import torch.multiprocessing as mp
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_")
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """This process's environment without what would make a child join a process group."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    paths = [str(REPOSITORY / "src"), str(REPOSITORY), kept.get("PYTHONPATH", "")]
+    kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
+
+def _one_rank(
+    rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch_dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
+    try:
+        function(*args)
+    finally:
+        torch_dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_processes(tmp_path: Path) -> Callable[..., None]:
+    """``run_processes(n, function, *args)``: call a module-level function on n gloo ranks.
+
+    The first exception of a rank fails the test.
+    """
+    calls = 0
+
+    def run(world_size: int, function: Callable[..., Any], *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        store = str(tmp_path / f"gloo-{calls}")
+        mp.spawn(_one_rank, (world_size, store, function, args), nprocs=world_size)
+
+    return run
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``train("key=value", ...)``: run ``train.py`` from the repository, runs below tmp_path."""
+
+    def run(*overrides: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+        place = [] if any("--" in o for o in overrides) else [f"run.root={tmp_path / 'runs'}"]
+        return subprocess.run(
+            [sys.executable, str(REPOSITORY / "train.py"), *overrides, *place],
+            cwd=REPOSITORY,
+            env=clean_environment(**env),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lockstep.data.decode import DecodeError, decode
+
+# Only here: pytest shows what the room itself keeps silent (test_nothing_is_written_to_stderr).
+pytestmark = pytest.mark.filterwarnings("ignore:::PIL")
+
+MESSY = Path(__file__).parents[3] / "shared" / "data" / "messy"
+
+DECODED = {
+    "16_bit_noise.tif": (32, 32),
+    "Landscape_6.jpg": (1800, 1200),
+    "Portrait_8.jpg": (1200, 1800),
+    "blend_transparency.png": (1, 1),
+    "dispose_bgnd_transparency.gif": (38, 32),
+    "exif-dpi-zerodivision.jpg": (200, 200),
+    "exif_imagemagick_orientation.png": (512, 512),
+    "exif_typeerror.jpg": (800, 531),
+    "flower.webp": (480, 360),
+    "hopper.bmp": (128, 128),
+    "hopper.gif": (128, 128),
+    "hopper.ppm": (128, 128),
+    "hopper.webp": (128, 128),
+    "hopper_16bit_qtables.jpg": (128, 128),
+    "hopper_bad_exif.jpg": (500, 500),
+    "hopper_gray.jpg": (128, 128),
+    "hopper_gray_4bpp.tif": (128, 128),
+    "hopper_orientation_3.jpg": (128, 128),
+    "hopper_orientation_6.jpg": (128, 128),
+    "hopper_orientation_6.webp": (128, 128),
+    "imageio16.png": (16, 16),
+    "multipage.tiff": (10, 10),
+    "pil123p.png": (162, 150),
+    "pil_sample_cmyk.jpg": (100, 100),
+    "testimgari.jpg": (227, 149),
+    "testorig.jpg": (227, 149),
+    "transparent.png": (200, 150),
+    "truncated_app14.jpg": (100, 100),
+}
+REFUSED = {
+    "broken.png": "not an image",
+    "broken_data_stream.png": "unrecognized data stream",
+    "decompression_bomb.gif": "too large",
+    "truncated_image.png": "truncated",
+    "truncated_jpeg.jpg": "truncated",
+}
+needs_messy = pytest.mark.skipif(not MESSY.is_dir(), reason=f"no real odd images in {MESSY}")
+
+
+@needs_messy
+@pytest.mark.parametrize("name", DECODED)
+def test_real_odd_file_is_decoded(name: str) -> None:
+    image = decode((MESSY / name).read_bytes(), exif_rotate=True)
+    assert image.mode == "RGB" and image.size == DECODED[name]
+
+
+@needs_messy
+@pytest.mark.parametrize("name", REFUSED)
+def test_real_bad_file_is_refused(name: str) -> None:
+    with pytest.raises(DecodeError, match=REFUSED[name]) as caught:
+        decode((MESSY / name).read_bytes(), exif_rotate=True)
+    assert "\n" not in str(caught.value)
+
+
+@needs_messy
+def test_every_real_file_is_accounted_for() -> None:
+    assert {p.name for p in MESSY.iterdir()} == DECODED.keys() | REFUSED.keys()
+
+
+@needs_messy
+def test_nothing_is_written_to_stderr() -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from lockstep.data.decode import DecodeError, decode\n"
+        "for path in pathlib.Path(sys.argv[1]).iterdir():\n"
+        "    try: decode(path.read_bytes(), exif_rotate=True)\n"
+        "    except DecodeError: pass\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(MESSY)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
+def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def pixels(data: bytes, **options: Any) -> np.ndarray:
+    return np.asarray(decode(data, **({"exif_rotate": True} | options)))
+
+
+GREY16 = np.array([[0, 255, 256], [32768, 65535, 65280]], dtype=np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        pytest.param(
+            encode(Image.fromarray(GREY16), "PNG"), [[0, 0, 1], [128, 255, 255]], id="16-bit png"
+        ),
+        pytest.param(
+            encode(Image.fromarray(GREY16), "TIFF"), [[0, 0, 1], [128, 255, 255]], id="16-bit tiff"
+        ),
+        pytest.param(
+            b"P5 2 1 65535\n" + bytes([0x80, 0x00, 0xFF, 0xFF]), [[128, 255]], id="16-bit pgm"
+        ),
+        pytest.param(
+            encode(Image.fromarray(np.array([[0, 0.5, 1]], np.float32)), "TIFF"),
+            [[0, 128, 255]],
+            id="float 0..1",
+        ),
+        pytest.param(
+            encode(Image.fromarray(np.array([[-10, 30, np.nan]], np.float32)), "TIFF"),
+            [[0, 255, 0]],
+            id="float wide",
+        ),
+        pytest.param(
+            encode(Image.fromarray(np.full((1, 2), 7e8, np.float32)), "TIFF"),
+            [[0, 0]],
+            id="float flat",
+        ),
+        pytest.param(
+            encode(Image.fromarray(np.array([[0, 1 << 20, 1 << 21]], np.int32)), "TIFF"),
+            [[0, 128, 255]],
+            id="32-bit",
+        ),
+        pytest.param(encode(Image.new("1", (2, 1), 1), "PNG"), [[255, 255]], id="1-bit"),
+        pytest.param(encode(Image.new("LA", (1, 1), (90, 0)), "PNG"), [[90]], id="grey alpha"),
+        pytest.param(
+            encode(Image.new("L", (1, 1), 90), "PNG", transparency=90), [[90]], id="grey key"
+        ),
+        pytest.param(encode(Image.new("RGBA", (1, 1), (9, 9, 9, 0)), "PNG"), [[9]], id="alpha"),
+        pytest.param(encode(Image.new("CMYK", (1, 1)), "TIFF"), [[255]], id="cmyk white"),
+    ],
+)
+def test_modes_become_8_bit(data: bytes, expected: list[list[int]]) -> None:
+    rgb = pixels(data)
+    assert rgb.dtype == np.uint8
+    np.testing.assert_array_equal(rgb, np.repeat(np.array(expected)[..., None], 3, axis=2))
+
+
+def test_palette_with_transparency_shows_its_colours() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putpixel((1, 0), 1)
+    data = encode(image, "PNG", transparency=b"\x00\x80")
+    assert pixels(data).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_first_frame_of_several(kind: str) -> None:
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
+    data = encode(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    assert pixels(data)[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+def test_exif_orientation(kind: str, orientation: int) -> None:
+    upright = np.zeros((16, 24, 3), np.uint8)
+    upright[:8, :8] = 255
+    upright[8:, :8] = 90
+    undo = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}[orientation]
+    stored = Image.fromarray(upright)
+    if undo is not None:
+        stored = stored.transpose(Image.Transpose(undo))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(stored, kind, exif=exif)
+    assert abs(pixels(data).astype(int) - upright).mean() < 3
+    if kind != "TIFF":
+        untouched = pixels(data, exif_rotate=False).astype(int)
+        assert abs(untouched - np.asarray(stored)).mean() < 3
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0junk"])
+def test_bad_exif_counts_as_none(exif: bytes) -> None:
+    assert decode(encode(Image.new("RGB", (8, 4)), "JPEG", exif=exif), exif_rotate=True).size == (
+        8,
+        4,
+    )
+
+
+NOISE = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        pytest.param(b"", "empty", id="empty"),
+        pytest.param(b"hello, I am a text\n" * 9, "not an image", id="text"),
+        pytest.param(b"\xff\xd8\xff", "", id="three bytes of a jpeg"),
+        pytest.param(encode(Image.fromarray(NOISE), "JPEG")[:900], "truncated", id="half a jpeg"),
+        pytest.param(encode(Image.fromarray(NOISE), "PNG")[:900], "truncated", id="half a png"),
+        pytest.param(encode(Image.fromarray(NOISE), "WEBP")[:900], "", id="half a webp"),
+        pytest.param(encode(Image.fromarray(NOISE), "TIFF")[:900], "", id="half a tiff"),
+        pytest.param(encode(Image.fromarray(NOISE), "GIF")[:900], "truncated", id="half a gif"),
+        pytest.param(encode(Image.fromarray(NOISE), "BMP")[:900], "truncated", id="half a bmp"),
+        pytest.param(b"P6 30000 30000 255\n", "too large", id="bomb"),
+        pytest.param(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an", id="eps"),
+    ],
+)
+def test_refused_with_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(data, exif_rotate=True)
+    message = str(caught.value)
+    assert message and reason in message and "\n" not in message
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "PPM"])
+def test_damage_anywhere_is_an_image_or_a_refusal(kind: str) -> None:
+    whole = encode(Image.fromarray(NOISE[:16, :16]), kind)
+    rng = np.random.default_rng(1)
+    for _ in range(150):
+        data = bytearray(whole)
+        for at in rng.integers(len(data), size=3):
+            data[at] = rng.integers(256)
+        try:
+            assert decode(bytes(data), exif_rotate=True).mode == "RGB"
+        except DecodeError as error:
+            assert str(error)

@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lockstep.config.schema import Augment, Data
+from lockstep.data import loader as loader_module
+from lockstep.data.augment import View, eval_image
+from lockstep.data.loader import Batch, Loader
+from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds, window_slices
+from lockstep.data.source import FolderSource
+from lockstep.errors import UserError
+
+SIZE = 16
+ALL = {
+    "crop": "random_resized",
+    "hflip": 0.5,
+    "policy": "randaugment",
+    "erasing": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+}
+
+
+@pytest.fixture
+def make(
+    image_root: Path, data_config: Callable[..., Data], augment_config: Callable[..., Augment]
+) -> Callable[..., Loader]:
+    """A loader on the CPU; ``augment=None`` is evaluation, else what it changes."""
+
+    def build(
+        augment: dict[str, Any] | None = None,
+        *,
+        root: Path = image_root,
+        split: str = "train",
+        seed: int = 3,
+        threads: int = 2,
+        **data: Any,
+    ) -> Loader:
+        return Loader(
+            FolderSource.open(root, split),
+            data_config(**data),
+            None if augment is None else augment_config(**augment),
+            image_size=SIZE,
+            seed=seed,
+            device=torch.device("cpu"),
+            threads=threads,
+        )
+
+    return build
+
+
+def by_position(loader: Loader, epoch: int, slices: Iterable[MicroSlice]) -> dict[int, Any]:
+    """(image, target, seed, id) of each position."""
+    found: dict[int, Any] = {}
+    for batch in loader.batches(epoch, slices):
+        if batch.slice.start == batch.slice.stop:
+            assert len(batch.ids) == 0 and batch.weights.tolist() == [0.0]
+            continue
+        rows = range(batch.slice.start, batch.slice.stop)
+        assert batch.weights.tolist() == [1.0] * len(rows)
+        for row, position in enumerate(rows):
+            assert position not in found
+            found[position] = (
+                batch.images[row],
+                batch.targets[row],
+                int(batch.seeds[row]),
+                int(batch.ids[row]),
+            )
+    return found
+
+
+def whole_epoch(
+    loader: Loader, *, window: int, micro: int | None, world: int, epoch: int = 1
+) -> dict[int, Any]:
+    """What all ranks together take in one epoch."""
+    found: dict[int, Any] = {}
+    for rank in range(world):
+        slices = [
+            piece
+            for start in range(0, len(loader), window)
+            for piece in window_slices(start, min(start + window, len(loader)), micro, rank, world)
+        ]
+        mine = by_position(loader, epoch, slices)
+        assert not found.keys() & mine.keys()
+        found |= mine
+    return found
+
+
+@pytest.mark.parametrize("augment", [ALL, ALL | {"mixup": 0.0, "cutmix": 0.0}], ids=["mix", "own"])
+@pytest.mark.parametrize(
+    ("window", "micro", "world", "threads"),
+    [
+        pytest.param(8, None, 1, 1, id="one thread"),
+        pytest.param(8, None, 2, 3, id="two processes"),
+        pytest.param(8, None, 3, 2, id="three processes"),
+        pytest.param(7, 3, 4, 2, id="odd everything"),
+        pytest.param(23, 1, 2, 2, id="micro-batches of one"),
+    ],
+)
+def test_a_sample_is_the_same_however_the_work_is_shared(
+    make: Callable[..., Loader],
+    augment: dict[str, Any],
+    window: int,
+    micro: int | None,
+    world: int,
+    threads: int,
+) -> None:
+    expected = whole_epoch(make(augment), window=23, micro=None, world=1)
+    assert sorted(expected) == list(range(23))
+    assert sorted(e[3] for e in expected.values()) == list(range(23))
+    got = whole_epoch(make(augment, threads=threads), window=window, micro=micro, world=world)
+    assert sorted(got) == sorted(expected)
+    for position, (image, target, seed, index) in expected.items():
+        other = got[position]
+        assert (other[2], other[3]) == (seed, index)
+        torch.testing.assert_close(other[0], image, rtol=0, atol=1e-6)
+        torch.testing.assert_close(other[1], target, rtol=0, atol=1e-6)
+
+
+def test_starting_in_the_middle_of_an_epoch(make: Callable[..., Loader]) -> None:
+    expected = by_position(make(ALL), 2, [MicroSlice(0, 23, 0)])
+    for position, found in by_position(make(ALL), 2, [MicroSlice(9, 14, 0)]).items():
+        torch.testing.assert_close(found[0], expected[position][0])
+
+
+def test_training_order_and_seeds_are_the_samplers(make: Callable[..., Loader]) -> None:
+    (batch,) = make({}).batches(4, [MicroSlice(2, 9, 0)])
+    np.testing.assert_array_equal(batch.ids, epoch_order(3, 4, 23)[2:9])
+    np.testing.assert_array_equal(batch.seeds_host, sample_seeds(3, 4, batch.ids))
+    np.testing.assert_array_equal(batch.seeds, batch.seeds_host)
+
+
+def test_epochs_and_seeds_differ(make: Callable[..., Loader]) -> None:
+    def first(epoch: int, seed: int) -> torch.Tensor:
+        return next(make(ALL, seed=seed).batches(epoch, [MicroSlice(0, 4, 0)])).images
+
+    assert not torch.equal(first(0, 0), first(1, 0))
+    assert not torch.equal(first(0, 0), first(0, 1))
+
+
+def test_evaluation_is_in_order_and_normalised(make: Callable[..., Loader]) -> None:
+    loader = make(None, split="val")
+    (batch,) = loader.batches(0, [MicroSlice(0, 7, 0)])
+    assert batch.ids.tolist() == list(range(7))
+    assert batch.targets.tolist() == loader.source.targets.tolist()
+    assert batch.images.dtype == torch.float32 and batch.images.is_contiguous()
+    for row in range(7):
+        image = Image.open(loader.source.path(row))
+        pixels = torch.from_numpy(np.array(eval_image(image, View(SIZE, 0.875, "bilinear"))))
+        mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.25, 0.2, 0.1])
+        expected = ((pixels / 255 - mean) / std).permute(2, 0, 1)
+        torch.testing.assert_close(batch.images[row], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_erased_rectangle_is_the_mean(make: Callable[..., Loader]) -> None:
+    plain = by_position(make({}), 0, [MicroSlice(0, 23, 0)])
+    erased = by_position(make({"erasing": 1.0}), 0, [MicroSlice(0, 23, 0)])
+    for position, (image, *_) in erased.items():
+        changed = image != plain[position][0]
+        assert changed.any() and (image[changed] == 0).all()
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["hard", "soft"])
+def test_empty_slice_is_one_real_sample_that_does_not_count(
+    make: Callable[..., Loader], mixed: bool
+) -> None:
+    augment = {"mixup": 1.0} if mixed else {}
+    for start in (0, 5, 23):
+        (batch,) = make(augment).batches(0, [MicroSlice(start, start, 7)])
+        assert batch.images.shape == (1, 3, SIZE, SIZE) and batch.images.abs().sum() > 0
+        assert batch.weights.tolist() == [0.0] and batch.ids.shape == (0,)
+        assert batch.targets.shape == ((1, 3) if mixed else (1,))
+        assert batch.seeds.shape == (1,) and batch.seeds_host.shape == (1,)
+
+
+@pytest.fixture
+def damaged(image_root: Path, tmp_path: Path) -> Path:
+    """A text and a dangling link among the training images."""
+    root = shutil.copytree(image_root, tmp_path / "damaged")
+    (root / "train/class0/00.png").write_text("no image")
+    (root / "train/class1/01.png").unlink()
+    (root / "train/class1/01.png").symlink_to("nowhere.png")
+    return root
+
+
+@pytest.mark.parametrize("augment", [None, {}, ALL], ids=["eval", "train", "mix"])
+def test_unreadable_stops_by_name(
+    make: Callable[..., Loader], damaged: Path, augment: dict[str, Any] | None
+) -> None:
+    loader = make(augment, root=damaged)
+    with pytest.raises(UserError) as caught:
+        list(loader.batches(0, [MicroSlice(0, 23, 0)]))
+    message = str(caught.value)
+    assert "not an image" in message or "No such file" in message
+    assert str(damaged / "train/class") in message and "data.on_error=skip" in message
+    assert loader.stops_on_error
+
+
+@pytest.mark.parametrize("augment", [None, {}, ALL], ids=["eval", "train", "mix"])
+def test_unreadable_is_skipped_and_named(
+    make: Callable[..., Loader], damaged: Path, augment: dict[str, Any] | None
+) -> None:
+    loader = make(augment, root=damaged, on_error="skip")
+    for epoch in range(2):
+        counted: list[int] = []
+        for batch in loader.batches(epoch, window_slices(0, 23, 4, 0, 1)):
+            counted += batch.ids.tolist()
+            assert int(batch.weights.sum()) == len(batch.ids)
+            assert torch.isfinite(batch.images).all()
+        bad = {loader.source.name(i) for i in set(range(23)) - set(counted)}
+        assert bad == {"class0/00.png", "class1/01.png"} and len(counted) == 21
+    assert loader.skipped == {
+        "class0/00.png": "not an image of a known format",
+        "class1/01.png": "No such file or directory",
+    }
+    assert loader.num_left_out == 2 and not loader.stops_on_error
+
+
+def test_each_unreadable_is_left_out_by_one_process(
+    make: Callable[..., Loader], damaged: Path
+) -> None:
+    """Not by its mixing partner's process, nor by one that runs it as a dummy."""
+    left_out: list[str] = []
+    for rank in range(5):
+        loader = make(ALL, root=damaged, on_error="skip")
+        list(loader.batches(0, window_slices(0, 23, 1, rank, 5)))
+        left_out += loader.skipped
+    assert sorted(left_out) == ["class0/00.png", "class1/01.png"]
+
+
+def test_file_that_vanishes_during_the_run(
+    make: Callable[..., Loader], image_root: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(image_root, tmp_path / "vanishing")
+    loader = make(None, root=root, prefetch=1)
+    stream = loader.batches(0, window_slices(0, 23, 2, 0, 1))
+    next(stream)
+    shutil.rmtree(root / "train/class2")
+    with pytest.raises(UserError, match="No such file"):
+        list(stream)
+
+
+def test_small_set_is_read_once(make: Callable[..., Loader], monkeypatch: Any) -> None:
+    reads: list[int] = []
+    read = FolderSource.read
+
+    def counted(self: FolderSource, index: int) -> bytes:
+        reads.append(index)
+        return read(self, index)
+
+    monkeypatch.setattr(FolderSource, "read", counted)
+    loader = make({})
+    for epoch in range(3):
+        list(loader.batches(epoch, [MicroSlice(0, 23, 0)]))
+    assert sorted(reads) == list(range(23))
+
+
+def test_large_set_is_not_kept(make: Callable[..., Loader], monkeypatch: Any) -> None:
+    monkeypatch.setattr(loader_module, "CACHE_BYTES", 20_000)
+    loader = make({})
+    expected = [b.images for b in make({}).batches(0, [MicroSlice(0, 23, 0)])]
+    for _ in range(2):
+        got = [b.images for b in loader.batches(0, [MicroSlice(0, 23, 0)])]
+        assert torch.equal(got[0], expected[0])
+    assert not loader._cache._images
+
+
+def decoding_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("decode")]
+
+
+def test_closing_ends_the_threads(make: Callable[..., Loader]) -> None:
+    stream = make(ALL).batches(0, window_slices(0, 23, 1, 0, 1))
+    next(stream)
+    assert decoding_threads()
+    stream.close()
+    assert not decoding_threads()
+    assert list(stream) == []
+
+
+def test_a_bug_in_a_thread_reaches_the_consumer(
+    make: Callable[..., Loader], monkeypatch: Any
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(loader_module, "eval_image", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        list(make(None).batches(0, [MicroSlice(0, 23, 0)]))
+    assert not decoding_threads()
+
+
+def test_prefetching_is_bounded(make: Callable[..., Loader]) -> None:
+    taken = []
+
+    def slices() -> Iterable[MicroSlice]:
+        for piece in window_slices(0, 23, 1, 0, 1):
+            taken.append(piece)
+            yield piece
+
+    stream = make({}, prefetch=3).batches(0, slices())
+    for ready in range(1, 8):
+        next(stream)
+        assert len(taken) == ready + 3
+    stream.close()
+
+
+def test_waiting_is_measured(make: Callable[..., Loader], monkeypatch: Any) -> None:
+    gate = threading.Event()
+    original = loader_module.eval_image
+
+    def late(*args: Any, **options: Any) -> Image.Image:
+        gate.wait(10)
+        return original(*args, **options)
+
+    monkeypatch.setattr(loader_module, "eval_image", late)
+    loader = make(None)
+    assert loader.wait_seconds == 0
+    timer = threading.Timer(0.1, gate.set)
+    timer.start()
+    list(loader.batches(0, [MicroSlice(0, 4, 0)]))
+    assert loader.wait_seconds > 0.02
+
+
+def test_interpreter_exits_with_an_open_iterator(image_root: Path) -> None:
+    code = """
+    import sys, torch
+    from pathlib import Path
+    from lockstep.config.schema import Data
+    from lockstep.data.loader import Loader
+    from lockstep.data.sampler import window_slices
+    from lockstep.data.source import FolderSource
+    data = Data.model_construct(
+        mean=(0.5,) * 3, std=(0.5,) * 3, crop_ratio=1.0, interpolation="bilinear",
+        on_error="stop", exif_rotate=True, prefetch=4,
+    )
+    loader = Loader(
+        FolderSource.open(Path(sys.argv[1]), "train"), data, None,
+        image_size=8, seed=0, device=torch.device("cpu"), threads=2,
+    )
+    stream = loader.batches(0, window_slices(0, 23, 1, 0, 1))
+    next(stream)
+    print("ready", flush=True)
+    raise KeyboardInterrupt
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(image_root)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "ready\n" and done.returncode != 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("augment", [None, ALL], ids=["eval", "mix"])
+def test_gpu_gets_the_same_batches(
+    image_root: Path,
+    data_config: Callable[..., Data],
+    augment_config: Callable[..., Augment],
+    augment: dict[str, Any] | None,
+) -> None:
+    def batches(device: str) -> list[Batch]:
+        loader = Loader(
+            FolderSource.open(image_root, "train"),
+            data_config(),
+            None if augment is None else augment_config(**augment),
+            image_size=SIZE,
+            seed=0,
+            device=torch.device(device),
+            threads=2,
+        )
+        return list(loader.batches(0, window_slices(0, 23, 5, 0, 2)))
+
+    for here, there in zip(batches("cpu"), batches("cuda"), strict=True):
+        assert there.images.is_contiguous(memory_format=torch.channels_last)
+        for name in ("images", "targets", "weights", "seeds"):
+            assert getattr(there, name).is_cuda
+            torch.testing.assert_close(
+                getattr(there, name).cpu(), getattr(here, name), rtol=1e-5, atol=1e-5
+            )
+        np.testing.assert_array_equal(there.ids, here.ids)

@@ -1,0 +1,268 @@
+"""The launcher with real processes and a worker that only pretends to train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, clean_environment, free_port
+
+DOOR = Path(__file__).with_name("door.py")
+PATIENCE_SECONDS = 90
+"""For a busy machine; nothing here takes long."""
+
+Door = subprocess.Popen[str]
+
+
+@contextmanager
+def opened(
+    root: Path, *overrides: str, prefix: tuple[str, ...] = (), **env: str
+) -> Iterator[Door]:
+    """The stub's command, running."""
+    process = subprocess.Popen(
+        [*(prefix or (sys.executable,)), str(DOOR), str(root), *overrides],
+        cwd=REPOSITORY,
+        env=clean_environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run(root: Path, *overrides: str, **options: object) -> tuple[int, str, str]:
+    """The stub's command to its end: exit code, stdout, stderr."""
+    with opened(root, *overrides, **options) as process:  # type: ignore[arg-type]
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        return process.returncode, out, err
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def wait_for_training(run_dir: Path, ranks: int) -> list[int]:
+    """Process ids of the workers, once all of them train."""
+    wait_until(lambda: len(list(run_dir.glob("training-*"))) == ranks, "training")
+    return [int((run_dir / f"pid-{rank}").read_text()) for rank in range(ranks)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["here", "agent"])
+@pytest.mark.parametrize(
+    ("action", "code", "said"),
+    [
+        ("nothing", 0, ""),
+        ("mistake", 2, "error: batch.global = 7: a mistake of the user"),
+        ("stop", 85, "stopped after step 3; everything is saved"),
+        ("crash", 1, "RuntimeError: a bug of ours"),
+    ],
+    ids=["done", "mistake", "stopped", "crash"],
+)
+def test_exit_code_and_one_message(
+    tmp_path: Path, processes: int, action: str, code: int, said: str
+) -> None:
+    got, out, err = run(tmp_path, f"launch.processes={processes}", STUB=action)
+    assert got == code, err
+    assert out == "rank 0 speaks\n"
+    assert err.count(said) == 1 or not said
+    assert err.count("Traceback") == (1 if action == "crash" else 0)
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        ("crash", "rank 1 failed:\nTraceback"),
+        ("die", "rank 1 was killed by SIGKILL"),
+        ("leave", "rank 1 ended with exit code 7"),
+    ],
+)
+def test_the_rank_that_failed_is_told_not_its_peers(
+    tmp_path: Path, action: str, said: str
+) -> None:
+    code, _, err = run(tmp_path, "launch.processes=2", STUB=f"1:{action}")
+    assert code == 1
+    assert said in err
+    assert "rank-1.log" in err
+    assert "rank 0" not in err
+    assert (tmp_path / "stub/logs/rank-1.log").read_text().startswith("rank 1 speaks\n")
+
+
+def test_restart_after_a_crash_but_not_after_a_mistake(tmp_path: Path) -> None:
+    two = ("launch.processes=2", "launch.max_restarts=1")
+    code, _, err = run(tmp_path / "a", *two, STUB="crash-once")
+    assert (code, err.count("starting again")) == (0, 1), err
+    code, _, err = run(tmp_path / "b", *two, STUB="mistake")
+    assert (code, err.count("starting again"), err.count("a mistake")) == (2, 0, 1), err
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["here", "agent"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_saves_and_leaves_no_orphan(tmp_path: Path, processes: int, name: str) -> None:
+    with opened(tmp_path, f"launch.processes={processes}", STUB="train") as process:
+        pids = wait_for_training(tmp_path / "stub", processes)
+        process.send_signal(signal.Signals[name])
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 85, err
+    assert err.count("stopped after step 5") == 1
+    asked = [(tmp_path / f"stub/asked-{rank}").read_text() for rank in range(processes)]
+    assert asked == [name] * processes
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("how", ["grace is over", "second Ctrl-C"])
+def test_workers_that_do_not_stop_are_killed(tmp_path: Path, how: str) -> None:
+    grace = 0.5 if how == "grace is over" else 600
+    two = ("launch.processes=2", f"launch.grace_seconds={grace}")
+    with opened(tmp_path, *two, STUB="deaf") as process:
+        pids = wait_for_training(tmp_path / "stub", 2)
+        process.send_signal(signal.SIGINT)
+        if how == "second Ctrl-C":
+            assert process.stderr is not None
+            assert "SIGINT" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert "without saving" in err
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_killed_agent_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
+    with opened(tmp_path, "launch.processes=2", STUB="deaf") as process:
+        pids = wait_for_training(tmp_path / "stub", 2)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not any(alive(pid) for pid in pids), "the workers' end")
+    assert run(tmp_path, STUB="nothing")[0] == 0
+
+
+def test_the_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    with opened(tmp_path, STUB="train") as process:
+        wait_for_training(tmp_path / "stub", 1)
+        code, _, err = run(tmp_path, STUB="nothing")
+        assert code == 2
+        assert f"in use by process {process.pid} on " in err
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
+    assert run(tmp_path, STUB="nothing")[0] == 0
+    code, out, err = run(tmp_path, STUB="crash")
+    assert (code, out) == (0, "")
+    assert "already finished: top-1 12.50 %" in err
+    code, _, err = run(tmp_path, "epochs=3", STUB="crash")
+    assert code == 2 and "epochs" in err
+
+
+def test_resume_never_starts_in_an_empty_folder_alone(tmp_path: Path) -> None:
+    assert run(tmp_path, "resume=never", STUB="stop")[0] == 85
+    code, _, err = run(tmp_path, "resume=never", STUB="nothing")
+    assert code == 2 and "holds a run" in err
+
+
+def test_plan_starts_nothing(tmp_path: Path) -> None:
+    code, out, _ = run(tmp_path / "runs", "plan=true", STUB="crash")
+    assert code == 0 and "global batch" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_joins_torchrun(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    code, out, err = run(tmp_path, prefix=torchrun, STUB="meet")
+    assert code == 0, err
+    assert out == "rank 0 speaks\n"
+    assert '"world_size": 2' in (tmp_path / "stub/DONE").read_text()
+
+
+@pytest.mark.parametrize(
+    ("action", "codes", "said"),
+    [
+        ("meet", {0}, ""),
+        ("mistake", {2}, "error: batch.global = 7: a mistake of the user"),
+        ("stop", {85}, "stopped after step 3"),
+        ("1:crash", {1}, "rank 1 failed:\nTraceback"),
+    ],
+)
+def test_joins_srun(tmp_path: Path, action: str, codes: set[int], said: str) -> None:
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(free_port()),
+        "STUB": action,
+    }
+
+    def task(rank: int) -> subprocess.Popen[str]:
+        place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        return subprocess.Popen(
+            [sys.executable, str(DOOR), str(tmp_path)],
+            cwd=REPOSITORY,
+            env=clean_environment(**step, **place),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    tasks = [task(0), task(1)]
+    errors = [t.communicate(timeout=PATIENCE_SECONDS)[1] for t in tasks]
+    assert {t.returncode for t in tasks} == codes, errors
+    assert "".join(errors).count(said) == 1 or not said
+    assert "".join(errors).count("Traceback") == (1 if action == "1:crash" else 0)
+
+
+@pytest.mark.parametrize("action", ["meet", "train"], ids=["done", "stopped on one node"])
+def test_two_nodes(tmp_path: Path, action: str) -> None:
+    nodes = ("launch.nodes=2", f"launch.rendezvous=localhost:{free_port()}", "launch.processes=1")
+    with opened(tmp_path, *nodes, STUB=action) as one, opened(tmp_path, *nodes, STUB=action) as two:
+        if action == "train":
+            wait_for_training(tmp_path / "stub", 2)
+            # Ranks agree on stopping in a real run; here both nodes are asked.
+            one.send_signal(signal.SIGTERM)
+            two.send_signal(signal.SIGTERM)
+        errors = [node.communicate(timeout=PATIENCE_SECONDS)[1] for node in (one, two)]
+    code = 85 if action == "train" else 0
+    assert [one.returncode, two.returncode] == [code, code], errors
+    if action == "meet":
+        assert '"world_size": 2' in (tmp_path / "stub/DONE").read_text()
+
+
+def test_nodes_that_do_not_meet(tmp_path: Path) -> None:
+    alone = ("launch.nodes=2", f"launch.rendezvous=localhost:{free_port()}")
+    code, _, err = run(tmp_path, *alone, "launch.timeout_seconds=2", STUB="nothing")
+    assert code == 2 and "launch.rendezvous = localhost:" in err
+    assert not (tmp_path / "stub/DONE").exists()
+
+
+def test_no_process_of_these_tests_is_left() -> None:
+    """Stubs name themselves on their command line; all of them have ended by now."""
+    mine = [p for p in Path("/proc").glob("[0-9]*") if _is_stub(p)]
+    assert mine == []
+
+
+def _is_stub(process: Path) -> bool:
+    try:
+        parent = os.environ.get("PYTEST_XDIST_WORKER")
+        return parent is None and str(DOOR).encode() in (process / "cmdline").read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,74 @@
+"""The one door: ``python train.py [GROUP=OPTION ...] [KEY=VALUE ...]``; see ``--help``.
+
+Compose (Hydra), bind to the typed configuration, launch. What is heavy is imported when it is
+needed, so that help, ``--cfg`` and shell completion stay quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from lockstep.config.bind import bind, run_name
+from lockstep.config.cli import Command, explain, help_text, read_command, wants_help
+from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
+from lockstep.launch import launch
+from lockstep.launch.env import say
+from lockstep.launch.signals import handling
+from lockstep.launch.sweep import Sweep
+
+CONF = Path(__file__).resolve().parent / "conf"
+
+
+def main(argv: list[str]) -> int:
+    """Run one command line; returns the exit code."""
+    if wants_help(argv):
+        print(help_text(CONF))
+        return EXIT_OK
+    # Hydra's errors come to us instead of being printed with a traceback.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        return run(read_command(argv))
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+    except Exception as exc:
+        message = explain(exc, CONF)
+        if message is None:
+            raise
+        say(f"error: {message}")
+        return EXIT_USER_ERROR
+
+
+def run(command: Command) -> int:
+    """Compose and run one job, or each job of a sweep; returns the exit code."""
+    exit_code = EXIT_OK
+    sweep = Sweep(str(Path(__file__).resolve()), command)
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def compose(raw: DictConfig) -> None:
+        nonlocal exit_code
+        context = HydraConfig.get()
+        choices = context.runtime.choices
+        if context.mode == RunMode.MULTIRUN:
+            with handling(sweep.on_signal):
+                sweep.run_job(raw, choices, context.overrides.task)
+        else:
+            config = bind(raw)
+            exit_code = launch(config, run_name(config, choices, swept=[]))
+
+    sys.argv[1:] = command.argv
+    compose()
+    if sweep.jobs:
+        say(f"\n{sweep.table()}")
+        return sweep.exit_code
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
