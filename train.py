@@ -47,27 +47,32 @@ def main(argv: list[str]) -> int:
 
 def run(command: Command) -> int:
     """Compose and run one job, or each job of a sweep; returns the exit code."""
-    exit_code = EXIT_OK
+    outcome: list[int | Exception] = []
     sweep = Sweep(str(Path(__file__).resolve()), command)
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def compose(raw: DictConfig) -> None:
-        nonlocal exit_code
         context = HydraConfig.get()
         choices = context.runtime.choices
-        if context.mode == RunMode.MULTIRUN:
-            with handling(sweep.on_signal):
-                sweep.run_job(raw, choices, context.overrides.task)
-        else:
-            config = bind(raw)
-            exit_code = launch(config, run_name(config, choices, swept=[]))
+        try:
+            if context.mode == RunMode.MULTIRUN:
+                with handling(sweep.on_signal):
+                    sweep.run_job(raw, choices, context.overrides.task)
+            else:
+                config = bind(raw)
+                outcome.append(launch(config, run_name(config, choices, swept=[])))
+        except Exception as exc:
+            outcome.append(exc)  # raised here, it would reach the user in Hydra's words
 
     sys.argv[1:] = command.argv
     compose()
+    for result in outcome:
+        if isinstance(result, Exception):
+            raise result
+        return result
     if sweep.jobs:
         say(f"\n{sweep.table()}")
-        return sweep.exit_code
-    return exit_code
+    return sweep.exit_code
 
 
 if __name__ == "__main__":

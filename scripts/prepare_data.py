@@ -8,7 +8,9 @@ python scripts/prepare_data.py check /path/to/images
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
@@ -30,10 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         command.set_defaults(run=lambda args, name=name: make(name, args.root))
     command = commands.add_parser("check", help="decode every image and name the unreadable")
     command.add_argument("root", type=Path, help="folder that holds train and val")
-    command.set_defaults(run=lambda args: check(args.root))
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the findings there, too")
+    command.set_defaults(run=lambda args: check(args.root, args.json))
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        return int(args.run(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -53,8 +56,8 @@ def make(name: str, root: Path) -> int:
     return EXIT_OK
 
 
-def check(root: Path) -> int:
-    """Print what a data set holds; 2 when an image cannot be read."""
+def check(root: Path, to: Path | None) -> int:
+    """Print what a data set holds, and write it as JSON; 2 when an image cannot be read."""
     from lockstep.data.check import check as read_through
 
     reports = read_through(root)
@@ -68,6 +71,9 @@ def check(root: Path) -> int:
             print(f"  {count:>9,}  {name}")
         for name, reason in report.unreadable.items():
             print(f"  unreadable: {report.split}/{name}: {reason}")
+    if to is not None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n")
     return EXIT_USER_ERROR if any(report.unreadable for report in reports) else EXIT_OK
 
 

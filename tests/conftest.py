@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +78,21 @@ def train(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """``pool(n, function, *args)``: each rank's result; see tests/pool.py."""
+    from tests.pool import Pool
+
+    processes = Pool()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="session")
+def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """47 training and 23 validation images of four digits. Do not change."""
+    from tests.runs import write_few_digits
+
+    return write_few_digits(tmp_path_factory.mktemp("digits"), train=47, val=23, classes=4)

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from lockstep.config.bind import HYDRA
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "src/lockstep"
@@ -91,8 +89,3 @@ def test_only_the_worker_builds() -> None:
     for path in (f for f in FILES if room(f) == "engine"):
         builders = [m for _, m in imported(path) if m.rpartition(".")[2].startswith("build")]
         assert builders == [], path
-
-
-def test_a_saved_configuration_carries_the_hydra_block_of_the_defaults() -> None:
-    raw = yaml.safe_load((REPOSITORY / "conf/config.yaml").read_text())
-    assert raw["hydra"] == HYDRA

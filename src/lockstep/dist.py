@@ -19,22 +19,29 @@ from lockstep.errors import UserError
 T = TypeVar("T")
 
 
-def init(device_type: str, timeout_seconds: float) -> torch.device:
+def init(device_type: str, timeout_seconds: float, *, group_of_one: bool) -> torch.device:
     """Join the process group that the environment describes and return this process's device.
 
     The variables are torchrun's (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
-    ``MASTER_PORT``); without ``WORLD_SIZE`` no group is made. CUDA tensors go through NCCL and CPU
-    tensors through gloo, so that checkpoints and object exchange never touch the GPU.
+    ``MASTER_PORT``). CUDA tensors go through NCCL and CPU tensors through gloo, so that checkpoints
+    and object exchange never touch the GPU.
+
+    Args:
+        group_of_one: make a group without ``WORLD_SIZE``, too: FSDP needs one even when alone.
     """
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ:
+    alone: dict[str, Any] = {}
+    if "WORLD_SIZE" not in os.environ:
+        alone = {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
+    if group_of_one or not alone:
         torch_dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if device_type == "cuda" else None,
+            **alone,
         )
     return device
 

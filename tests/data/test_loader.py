@@ -319,7 +319,7 @@ def test_prefetching_is_bounded(make: Callable[..., Loader]) -> None:
 
 def test_waiting_is_measured(make: Callable[..., Loader], monkeypatch: Any) -> None:
     gate = threading.Event()
-    original = loader_module.eval_image
+    original = eval_image
 
     def late(*args: Any, **options: Any) -> Image.Image:
         gate.wait(10)

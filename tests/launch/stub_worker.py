@@ -27,7 +27,7 @@ def run(config: Config, plan: Plan, run_dir: Path, stop: Any) -> dict[str, Any]:
     if one or action == "meet":
         from lockstep import dist
 
-        dist.init("cpu", 60)
+        dist.init("cpu", 60, group_of_one=False)
         world_size = dist.world_size()
     if not one or int(one) == rank:
         _act(action, rank, run_dir, stop)

@@ -113,7 +113,7 @@ def test_a_clean_file_is_not_rewritten(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     sink = MetricsFile(tmp_path / "metrics.jsonl", keep_to_step=0)
     # Refuses every write with ENOSPC.
-    sink._file = Path("/dev/full").open("a", buffering=1)
+    sink._file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
     with pytest.raises(
         UserError, match=r"metrics\.jsonl cannot be written: No space left on device"
     ):

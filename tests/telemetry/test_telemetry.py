@@ -14,7 +14,7 @@ from lockstep.telemetry.records import Record, Row, Sink
 
 
 def config(**changes: Any) -> TelemetryConfig:
-    values = {
+    values: dict[str, Any] = {
         "console": True,
         "console_seconds": 10.0,
         "wandb": False,

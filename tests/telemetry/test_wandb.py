@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from lockstep.config.schema import Telemetry as TelemetryConfig
 from lockstep.telemetry import open_telemetry
-from lockstep.telemetry.wandb import WandbSink
+from lockstep.telemetry.wandb import WandbSink, _run_id
 
 
 def config(mode: str = "offline") -> TelemetryConfig:
@@ -58,10 +59,8 @@ def test_offline_run_holds_records_and_resumes_under_one_id(
         sink = WandbSink(config(mode), run_dir=run_dir, run_name="run", config={"seed": seed})
         for record in records:
             (sink.step if record["kind"] == "step" else sink.evaluation)(record)
-        figures = dict(sink._run.summary)
         sink.close({"top1": 50.0})
         assert sink.notes[0].startswith("wandb: offline; wandb sync ")
-        assert figures["step"] == records[-1]["step"]
         return sink._run.id
 
     first = one_start(step(1), step(2), EVALUATION, seed=0)
@@ -74,8 +73,6 @@ def test_offline_run_holds_records_and_resumes_under_one_id(
 
 
 def test_two_folders_of_one_name_are_two_runs(tmp_path: Path) -> None:
-    from lockstep.telemetry.wandb import _run_id
-
     ids = {_run_id(tmp_path / "a"), _run_id(tmp_path / "b"), _run_id(tmp_path / "a")}
     assert len(ids) == 2
 
@@ -98,7 +95,5 @@ def test_a_missing_package_is_a_warning(
 
 
 def test_importing_the_sink_does_not_import_wandb() -> None:
-    import subprocess
-
     code = "import sys, lockstep.telemetry; sys.exit('wandb' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -78,7 +78,7 @@ def read_card(path: Path) -> dict[str, Any]:
     """
     card_file = card_path(path)
     try:
-        card = json.loads(card_file.read_bytes())
+        card: dict[str, Any] = json.loads(card_file.read_bytes())
         entry = card["weights"]
         weights, digest = card_file.with_name(Path(entry["file"]).name), entry["blake2b"]
     except OSError as exc:

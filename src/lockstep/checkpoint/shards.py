@@ -11,17 +11,22 @@ import pickle
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from io import IOBase
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.serialization import _get_layout
 
 from lockstep import dist
@@ -43,7 +48,7 @@ def write(folder: Path, tensors: Tensors) -> None:
         OSError: on every rank, when one of them could not write.
     """
     with _dcp_call():
-        dcp.save(
+        dcp_save(
             _flat(tensors),
             storage_writer=_Writer(folder),
             planner=DefaultSavePlanner(flatten_state_dict=False),
@@ -99,7 +104,7 @@ def _flat(tensors: Tensors) -> dict[str, torch.Tensor]:
 def _load(folder: Path, index: Metadata, flat: dict[str, torch.Tensor], *, no_dist: bool) -> None:
     try:
         with _dcp_call():
-            dcp.load(
+            dcp_load(
                 flat,
                 storage_reader=_Reader(folder, index),
                 planner=DefaultLoadPlanner(flatten_state_dict=False),
@@ -124,12 +129,14 @@ def _check_fit(name: str, saved: dict[str, Any], flat: dict[str, torch.Tensor]) 
         problems.append(f"it lacks {some(missing)}")
     if unexpected := saved.keys() - flat.keys():
         problems.append(f"it holds {some(unexpected)}, which the run has not")
-    pairs = {
-        key: (form(saved[key].size, saved[key].properties.dtype), form(flat[key].shape, t.dtype))
-        for key, t in flat.items()
+    changed = [
+        f"{key} ({old}, here {new})"
+        for key, tensor in flat.items()
         if key in saved
-    }
-    if changed := {f"{key} ({old}, here {new})" for key, (old, new) in pairs.items() if old != new}:
+        and (old := form(saved[key].size, saved[key].properties.dtype))
+        != (new := form(tensor.shape, tensor.dtype))
+    ]
+    if changed:
         problems.append(f"it differs in {some(changed)}")
     if problems:
         raise UserError(
@@ -167,13 +174,13 @@ class _IndexUnpickler(pickle.Unpickler):
 def _read_index(folder: Path, files: Collection[str]) -> Metadata:
     try:
         with (folder / INDEX).open("rb") as file:
-            index = _IndexUnpickler(file).load()
+            index: Metadata = _IndexUnpickler(file).load()
         items = index.state_dict_metadata
         if not all(isinstance(item, TensorStorageMetadata) for item in items.values()):
             raise pickle.UnpicklingError("it lists something that is not a tensor")
         stored = {info.relative_path for info in index.storage_data.values()}
         if foreign := stored - set(files):
-            raise pickle.UnpicklingError(f"it points at {sorted(foreign)[0]}")
+            raise pickle.UnpicklingError(f"it points at {min(foreign)}")
         if any(info.transform_descriptors for info in index.storage_data.values()):
             raise pickle.UnpicklingError("it asks for stream extensions")
     # A forged pickle fails in any way it likes.
@@ -185,7 +192,7 @@ def _read_index(folder: Path, files: Collection[str]) -> Metadata:
 # --- what DCP does not do ---------------------------------------------------------------------
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads by an index that was checked; never unpickles one."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
@@ -196,7 +203,7 @@ class _Reader(dcp.FileSystemReader):
         return self._index
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """Writes durably and reports the operating system's own error."""
 
     def __init__(self, folder: Path) -> None:
@@ -211,13 +218,13 @@ class _Writer(dcp.FileSystemWriter):
 class _ReportingStream:
     """Remembers a failed write: torch.save reports it as an unspecific RuntimeError."""
 
-    def __init__(self, stream: IOBase) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> Any:
         try:
-            return self._stream.write(data)  # type: ignore[attr-defined]
+            return self._stream.write(data)
         except OSError as exc:
             self.error = exc
             raise

@@ -35,16 +35,6 @@ NOT_LAW = (
 LAW_ALL_THE_SAME = ("strategy.sync_batchnorm",)
 """Exceptions from :data:`NOT_LAW`: what they change is the result."""
 
-HYDRA = {
-    "run": {"dir": "."},
-    "output_subdir": None,
-    "sweep": {"dir": "${run.root}/.sweep", "subdir": "."},
-    "job": {"chdir": False},
-    "job_logging": {"root": {"level": "WARNING"}},
-}
-"""The ``hydra`` block of ``conf/config.yaml``; a saved configuration carries it, too, so that
-``--config-path RUN --config-name config`` repeats the run without files of Hydra's own."""
-
 
 def bind(raw: DictConfig | Mapping[str, Any]) -> Config:
     """Check a composed configuration and freeze it.
@@ -97,7 +87,7 @@ def load_config(path: Path) -> Config:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the configuration as YAML from which ``train.py`` repeats the run; atomic."""
-    values = config.model_dump(mode="json", by_alias=True) | {"hydra": HYDRA}
+    values = config.model_dump(mode="json", by_alias=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     partial.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     partial.replace(path)

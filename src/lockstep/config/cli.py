@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import yaml
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -55,20 +56,40 @@ exit codes: 0 done, 2 a mistake in the command, data or environment (one message
 85 stopped on request and saved (the same command goes on), 1 anything else.
 """
 
+HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.sweep.dir=${run.root}/.sweep",
+    "hydra.sweep.subdir=.",
+    "hydra.output_subdir=null",
+    "hydra.job_logging.root=null",
+    "hydra.hydra_logging.root=null",
+)
+"""One run, one folder: Hydra itself writes and logs nothing. Here and not in ``conf/``, so that it
+holds for a saved configuration, too."""
+
 
 @dataclass(frozen=True)
 class Command:
     """A checked command line."""
 
     flags: list[str]
-    """Hydra's own, without those that start a sweep."""
+    """Hydra's own, except the one that starts a sweep."""
     overrides: list[str]
     multirun: bool
+    completes: bool
+    """It is the shell that asks, for what could be typed next."""
 
     @property
     def argv(self) -> list[str]:
         """The arguments as Hydra is to see them."""
-        return [*self.flags, *(["--multirun"] if self.multirun else []), *self.overrides]
+        sweep = ["--multirun"] if self.multirun else []
+        return [*self.flags, *sweep, *(() if self.completes else HYDRA), *self.overrides]
+
+    def swept(self, overrides: Sequence[str]) -> list[str]:
+        """Those overrides of a sweep's job that differ from job to job."""
+        typed = OverridesParser.create().parse_overrides(self.overrides)
+        same = {o.key_or_group for o in typed if not o.is_sweep_override()}
+        return [o for o in overrides if o.lstrip("+~").partition("=")[0] not in same]
 
 
 def wants_help(argv: Sequence[str]) -> bool:
@@ -114,8 +135,9 @@ def read_command(argv: Sequence[str]) -> Command:
         if not action.option_strings or action.dest == "multirun" or not value:
             continue
         flags += [action.option_strings[0]] if value is True else [action.option_strings[0], value]
-    overrides = args.overrides if args.shell_completion else [_opened(o) for o in args.overrides]
-    return Command(flags, overrides, args.multirun)
+    completes = bool(args.shell_completion)
+    overrides = args.overrides if completes else [_opened(o) for o in args.overrides]
+    return Command(flags, overrides, args.multirun, completes)
 
 
 def explain(error: Exception, conf: Path) -> str | None:

@@ -102,17 +102,17 @@ class Plan:
         rows = [
             ("strategy", self.strategy),
             ("devices", devices),
-            ("data", f"{self.data.num_train:,} train, {self.data.num_val:,} val, "
-                     f"{self.data.num_classes:,} classes at {self.image_size} px"),
-            ("global batch", f"{self.global_batch} = up to {self.micro_batch} a forward pass "
-                             f"x {self.world_size * self.devices_per_process} device(s) "
-                             f"x {self.accumulation} accumulation"),
-            ("steps", f"{self.total_steps:,} ({self.steps_per_epoch:,} an epoch, "
-                      f"the last of {self.last_window} samples; {self.warmup_steps:,} warm-up)"),
+            ("data", (f"{self.data.num_train:,} train, {self.data.num_val:,} val, "
+                      f"{self.data.num_classes:,} classes at {self.image_size} px")),
+            ("global batch", (f"{self.global_batch} = up to {self.micro_batch} a forward pass "
+                              f"x {self.world_size * self.devices_per_process} device(s) "
+                              f"x {self.accumulation} accumulation")),
+            ("steps", (f"{self.total_steps:,} ({self.steps_per_epoch:,} an epoch, "
+                       f"the last of {self.last_window} samples; {self.warmup_steps:,} warm-up)")),
             ("peak lr", self.lr_rule),
             ("parameters", f"{self.model.parameters / 1e6:.2f} M"),
-            ("FLOPs", f"{self.model.forward_flops / 1e9:.2f} G an image forward, "
-                      f"{flops / 1e12:.2f} T a step"),
+            ("FLOPs", (f"{self.model.forward_flops / 1e9:.2f} G an image forward, "
+                       f"{flops / 1e12:.2f} T a step")),
             ("memory/device", f"about {total / GIB:.2f} GiB{of} ({parts})"),
             ("decoding", f"{self.threads} thread(s) a process"),
         ]  # fmt: skip
@@ -134,7 +134,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     world = processes * config.launch.nodes
     strategy = resolve_strategy(config, world)
     shard = _shard_processes(config, strategy, world, processes, problems)
-    _check_strategy(config, strategy, world, model, problems, notes)
+    _check_strategy(config, device, strategy, world, model, problems, notes)
     _check_data(config, data, problems)
 
     batch = config.batch
@@ -267,6 +267,7 @@ def _shard_processes(
 
 def _check_strategy(
     config: Config,
+    device: str,
     strategy: str,
     world: int,
     model: ModelFacts,
@@ -283,7 +284,7 @@ def _check_strategy(
         host, _, port = rendezvous.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             problems.append(f"launch.rendezvous = {rendezvous}: expected HOST:PORT")
-    if strategy in ("fsdp", "hsdp") and s.shard == "none" and strategy == "hsdp":
+    if strategy == "hsdp" and s.shard == "none":
         problems.append("strategy.shard = none with strategy=hsdp: that is strategy=ddp")
     if s.cpu_offload and strategy not in ("fsdp", "hsdp"):
         problems.append(f"strategy.cpu_offload = true needs strategy=fsdp, not {strategy}")
@@ -293,10 +294,20 @@ def _check_strategy(
         notes.append("strategy.sync_batchnorm has no effect: the model has no BatchNorm")
     elif s.sync_batchnorm and strategy in ("single", "dp"):
         notes.append(f"strategy.sync_batchnorm has no effect with strategy={strategy}")
-    if model.has_batchnorm and config.batch.micro_batch is None and world > 1:
+    elif s.sync_batchnorm and device == "cpu":
+        problems.append(
+            "strategy.sync_batchnorm = true needs GPUs, torch has none for the CPU: set it to "
+            "false, and batch.micro to get statistics that do not depend on the processes"
+        )
+    elif model.has_batchnorm and config.batch.micro_batch is None and world > 1:
         notes.append(
             "BatchNorm statistics are per micro-batch: set batch.micro to get the same curve at "
             "another number of processes"
+        )
+    if config.compile != "off" and config.model.activation_checkpointing and model.has_batchnorm:
+        problems.append(
+            f"model.activation_checkpointing = true with compile={config.compile}: torch.compile "
+            "cannot recompute BatchNorm without counting its statistics twice; use one of the two"
         )
     if config.precision.name == "fp16" and config.ema.enabled:
         notes.append("fp16: steps skipped by the loss scaler still count as steps")

@@ -180,7 +180,7 @@ def _geometric(
     shear: Callable[[float], Iterable[float]], shift: Callable[[float], Iterable[int]]
 ) -> Callable[[Image.Image, float], Image.Image]:
     def op(image: Image.Image, magnitude: float) -> Image.Image:
-        return F.affine(
+        turned: Image.Image = F.affine(
             image,
             angle=0.0,
             translate=list(shift(magnitude)),
@@ -189,6 +189,7 @@ def _geometric(
             interpolation=InterpolationMode.NEAREST,
             center=[0, 0],
         )
+        return turned
 
     return op
 

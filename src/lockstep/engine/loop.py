@@ -97,6 +97,8 @@ def fit(t: Training) -> dict[str, EvalResult]:
                 recorder.restart_clock(t.train_loader.wait_seconds)
             if stopping and not last:
                 raise Stopped(f"stopped after step {progress.step}; everything is saved")
+    if not t.results:
+        _evaluate_all(t)  # resumed after the last step: told before, but not to us
     return t.results
 
 
@@ -174,12 +176,7 @@ def train_window(
 def run_evaluation(t: Training) -> None:
     """Evaluate raw and averaged weights and tell. All ranks enter here."""
     state = t.state
-    with state.statistics.whole():
-        t.results["raw"] = _evaluate(t)
-    if state.ema is not None:
-        # Swapped first: what `whole` sums over ranks then are the averages' partial statistics.
-        with state.ema.swapped(), state.statistics.whole():
-            t.results["ema"] = _evaluate(t)
+    _evaluate_all(t)
     for weights, result in t.results.items():
         t.telemetry.evaluation(
             {"kind": "eval", "step": state.progress.step, "weights": weights} | asdict(result)
@@ -217,6 +214,16 @@ def due(progress: Progress, every_epochs: int | None, every_steps: int | None) -
 def forward_size(plan: Plan) -> int | None:
     """Samples of one process's forward pass: a micro-batch for each of its devices."""
     return plan.fixed_micro * plan.devices_per_process if plan.fixed_micro else None
+
+
+def _evaluate_all(t: Training) -> None:
+    state = t.state
+    with state.statistics.whole():
+        t.results["raw"] = _evaluate(t)
+    if state.ema is not None:
+        # Swapped first: what `whole` sums over ranks then are the averages' partial statistics.
+        with state.ema.swapped(), state.statistics.whole():
+            t.results["ema"] = _evaluate(t)
 
 
 def _evaluate(t: Training) -> EvalResult:

@@ -19,6 +19,7 @@ from lockstep.optim.ema import WeightAverage
 from lockstep.strategy.precision import LossScaler
 
 Tensors = dict[str, dict[str, torch.Tensor]]
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass
@@ -56,14 +57,10 @@ class TrainState:
 
         All ranks enter here. An optimiser that has not stepped yet is given its state first.
         """
-        optimizer = get_optimizer_state_dict(
-            self.model,
-            self.optimizer,
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
-        )
+        model: dict[str, Any] = get_model_state_dict(self.model)
+        optimizer = self._flat_optimizer()
         tensors: Tensors = {
-            "model": dict(get_model_state_dict(self.model)),
-            # Numbers of the groups (lr, betas) follow from the configuration: only state is kept.
+            "model": model,
             "optimizer": {k: v for k, v in optimizer.items() if isinstance(v, torch.Tensor)},
         }
         if self.ema is not None:
@@ -72,15 +69,17 @@ class TrainState:
 
     def meta(self) -> dict[str, Any]:
         """Plain values to save."""
-        return {"progress": asdict(self.progress), "scaler": self.scaler.state()}
+        return {
+            "progress": asdict(self.progress),
+            "scaler": self.scaler.state(),
+            "optimizer": self._optimizer_numbers(),
+        }
 
     def adopt(self, tensors: Tensors, meta: dict[str, Any]) -> None:
         """Take over what was loaded into ``tensors()``. All ranks enter here."""
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        current = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        set_optimizer_state_dict(
-            self.model, self.optimizer, {**current, **tensors["optimizer"]}, options=options
-        )
+        flat = self._flat_optimizer() | tensors["optimizer"]
+        set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
+        self._adopt_optimizer_numbers(meta["optimizer"])
         self.model.load_state_dict(tensors["model"])
         self.statistics.split(self.statistics.buffers)
         if self.ema is not None:
@@ -89,3 +88,26 @@ class TrainState:
             self.statistics.split(self.ema.buffers)
         self.scaler.load(meta["scaler"])
         self.progress = Progress(**meta["progress"])
+
+    def _flat_optimizer(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+
+    def _optimizer_numbers(self) -> dict[str, Any]:
+        """What optimisers keep beside tensors: step counts, most of all."""
+        states = {
+            name: numbers
+            for name, parameter in self.model.named_parameters()
+            if (numbers := _numbers(self.optimizer.state.get(parameter, {})))
+        }
+        return {"state": states, "groups": [_numbers(g) for g in self.optimizer.param_groups]}
+
+    def _adopt_optimizer_numbers(self, numbers: dict[str, Any]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, values in numbers["state"].items():
+            self.optimizer.state[parameters[name]].update(values)
+        for group, values in zip(self.optimizer.param_groups, numbers["groups"], strict=True):
+            group.update(values)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if isinstance(v, int | float)}

@@ -48,7 +48,7 @@ class Sweep:
             raise UserError("a sweep starts its own processes: run it without torchrun")
         if self.stopped:
             return
-        swept = [o for o in overrides if o not in self.command.overrides]
+        swept = self.command.swept(overrides)
         say(f"\njob {len(self.jobs)}: {' '.join(swept or overrides)}")
         try:
             config = bind(raw)

@@ -36,6 +36,7 @@ class RunningStatistics:
         ]
         self._by_momentum: dict[float, list[torch.Tensor]] = {}
         for layer in self._layers:
+            assert layer.momentum is not None
             self._by_momentum.setdefault(layer.momentum, []).extend(_buffers(layer))
         self._done = 0
         """Micro-batches of the current window that the partial sums account for."""
@@ -57,14 +58,8 @@ class RunningStatistics:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """A forward pass within leaves the statistics as they are (a dummy micro-batch)."""
-        momenta = [layer.momentum for layer in self._layers]
-        for layer in self._layers:
-            layer.momentum = 0.0
-        try:
+        with frozen(self._layers):
             yield
-        finally:
-            for layer, momentum in zip(self._layers, momenta, strict=True):
-                layer.momentum = momentum
 
     @contextmanager
     def whole(self, extra: Sequence[torch.Tensor] = ()) -> Iterator[None]:
@@ -96,6 +91,19 @@ class RunningStatistics:
         if missed:
             for momentum, buffers in self._by_momentum.items():
                 torch._foreach_mul_(buffers, (1.0 - momentum) ** missed)
+
+
+@contextmanager
+def frozen(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+    """A forward pass within leaves the running statistics of ``layers`` as they are."""
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
 
 
 def _buffers(layer: _BatchNorm) -> list[torch.Tensor]:

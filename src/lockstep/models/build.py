@@ -8,6 +8,8 @@ import os
 import socket
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,12 +19,14 @@ import torch
 from timm.layers import DropPath
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import dist
 from lockstep.config.plan import ModelFacts
 from lockstep.config.schema import Model
 from lockstep.errors import UserError
+from lockstep.models.batchnorm import frozen
 from lockstep.models.stochastic import seed_by_sample
 
 
@@ -109,10 +113,10 @@ def check_name(name: str) -> None:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a network, outermost first met: what FSDP wraps and compile repeats.
 
-    A block is a child of a container (all of whose children are alike) whose class has several such children in the
-    network and that is itself made of modules with parameters: ViT's ``blocks.*``, ResNet's
-    ``layer*.*``, the stages of ConvNeXt and Swin. Nested candidates belong to the outer one,
-    unless the outer one merely contains a list of blocks (a stage).
+    A block is a child of a container (a list, or a module all of whose children are alike), made
+    of modules with parameters, whose class has several such children in the network: ViT's
+    ``blocks.*``, ResNet's ``layer*.*``. Nested candidates belong to the outer one, unless that is
+    the rarer one: a stage, which merely holds blocks.
     """
     candidates = [
         child
@@ -146,7 +150,8 @@ def _is_container(module: nn.Module) -> bool:
 
 def no_decay_names(model: nn.Module) -> set[str]:
     """Parameters that the architecture itself excludes from weight decay (position embeddings)."""
-    return set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+    excluded: Callable[[], set[str]] = getattr(model, "no_weight_decay", set)
+    return set(excluded())
 
 
 def _create(cfg: Model, image_size: int, num_classes: int, meta: bool) -> nn.Module:
@@ -178,12 +183,11 @@ def _create(cfg: Model, image_size: int, num_classes: int, meta: bool) -> nn.Mod
                 f"not fit ({_first_line(exc)}); connect to the network once, or use "
                 "model.pretrained=false"
             ) from exc
-        if isinstance(exc, TypeError | AssertionError | RuntimeError | ValueError):
-            raise UserError(
-                f"model.name = {cfg.name} with {kwargs} at image_size = {image_size}: "
-                f"{_first_line(exc)}"
-            ) from exc
-        raise
+        # timm refuses arguments in any way it likes.
+        raise UserError(
+            f"model.name = {cfg.name} with {kwargs} at image_size = {image_size}: "
+            f"{_first_line(exc)}"
+        ) from exc
     if cfg.pretrained and not dist.local_rank():
         dist.barrier()
     _check_patches(model, image_size)
@@ -224,15 +228,27 @@ def _check_network(cfg: Model) -> None:
 
 def _checkpoint_activations(model: nn.Module) -> None:
     """Recompute each block in backward (non-reentrant), without changing any parameter's name."""
-    from torch.utils.checkpoint import checkpoint
-
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
     for block in blocks(model):
-        forward = block.forward
+        cls = type(block)
+        if cls not in classes:
+            # A class, not an attribute: DataParallel's copies have to recompute themselves.
+            classes[cls] = type(cls.__name__, (_Recomputed, cls), {})
+        block.__class__ = classes[cls]
 
-        def recomputed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
 
-        block.forward = recomputed  # type: ignore[method-assign]
+class _Recomputed(nn.Module):
+    """Mixed into the class of a block."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layers = [m for m in self.modules() if isinstance(m, _BatchNorm)]
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            # The second pass must not count the same batch again in the running statistics.
+            return nullcontext(), frozen(layers)
+
+        options: dict[str, Any] = {"context_fn": contexts} if layers else {}
+        return checkpoint(super().forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _first_line(exc: BaseException) -> str:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-import timm.optim
 import torch
+from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
 from lockstep.config.schema import Optimizer
 from lockstep.errors import UserError
 
+_UNFIT = {
+    "lbfgs": "wants a closure",
+    "sparseadam": "wants sparse gradients",
+    "adahessian": "wants second derivatives",
+    "kron": "has a state that checkpoints cannot hold",
+    "kronw": "has a state that checkpoints cannot hold",
+    "kronc": "has a state that checkpoints cannot hold",
+}
 
-def parameter_groups(
-    model: nn.Module, cfg: Optimizer, no_decay: set[str]
-) -> list[dict[str, Any]]:
+
+def parameter_groups(model: nn.Module, cfg: Optimizer, no_decay: set[str]) -> list[dict[str, Any]]:
     """Two groups: parameters with weight decay and, unless asked for, biases and norms without.
 
     Args:
@@ -23,7 +30,9 @@ def parameter_groups(
     """
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     plain = {
-        n for n, p in named if not cfg.decay_bias_and_norm and (p.ndim <= 1 or n in no_decay)
+        n
+        for n, p in named
+        if not cfg.decay_bias_and_norm and (p.ndim <= 1 or n.endswith(".bias") or n in no_decay)
     }
     groups = [
         {"params": [p for n, p in named if n not in plain], "weight_decay": cfg.weight_decay},
@@ -43,35 +52,49 @@ def build_optimizer(
     Raises:
         UserError: unknown name, or arguments that the optimiser refuses.
     """
+    name = cfg.name.lower()
+    cls = _torch_optimizers().get(name)
+    if cls is None:
+        _check_name(cfg.name)
     groups = parameter_groups(model, cfg, no_decay)
-    kwargs = {k: tuple(v) if isinstance(v, list) else v for k, v in cfg.kwargs.items()}
-    classes = _torch_optimizers()
-    cls = classes.get(cfg.name.lower())
+    kwargs: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in cfg.kwargs.items()
+    }
+    # FSDP's DTensors have no fused SGD kernel; Adam's work.
+    if fused and cls in (torch.optim.Adam, torch.optim.AdamW):
+        kwargs.setdefault("fused", True)
     try:
         if cls is not None:
-            # FSDP's DTensors have no fused SGD kernel; Adam's work.
-            if fused and cls in (torch.optim.Adam, torch.optim.AdamW):
-                kwargs.setdefault("fused", True)
-            return cls(groups, lr=cfg.lr, **kwargs)  # type: ignore[call-arg]
-        if cfg.name.lower() not in timm.optim.list_optimizers():
-            names = sorted({*classes, *timm.optim.list_optimizers()})
-            close = difflib.get_close_matches(cfg.name.lower(), names, n=3)
-            hint = f"did you mean {', '.join(close)}?" if close else f"one of {', '.join(names)}"
-            raise UserError(f"optimizer.name = {cfg.name}: neither torch nor timm has it; {hint}")
-        return timm.optim.create_optimizer_v2(
-            groups, opt=cfg.name.lower(), lr=cfg.lr, weight_decay=cfg.weight_decay, **kwargs
+            return cls(groups, lr=cfg.lr, **kwargs)  # type: ignore[no-any-return]
+        return create_optimizer_v2(
+            groups, opt=name, lr=cfg.lr, weight_decay=cfg.weight_decay, **kwargs
         )
-    except (TypeError, ValueError) as exc:
+    # Libraries refuse arguments, and machines without what they need, in any way they like.
+    except Exception as exc:
         raise UserError(f"optimizer.name = {cfg.name} with {kwargs}: {exc}") from exc
 
 
-def _torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    # LBFGS wants a closure and SparseAdam sparse gradients: neither fits a training step.
-    left_out = ("Optimizer", "LBFGS", "SparseAdam")
+def _check_name(name: str) -> None:
+    """Refuse what timm does not know, naming similar ones, and what no training step can use."""
+    lower = name.lower()
+    if lower in _UNFIT:
+        raise UserError(f"optimizer.name = {name} {_UNFIT[lower]}: use another, such as adamw")
+    known = {str(n) for n in list_optimizers()}
+    if lower in known:
+        return
+    names = sorted({*_torch_optimizers(), *known} - _UNFIT.keys())
+    close = difflib.get_close_matches(lower, names, n=3)
+    hint = f"did you mean {', '.join(close)}?" if close else f"one of {', '.join(names)}"
+    raise UserError(f"optimizer.name = {name}: neither torch nor timm has it; {hint}")
+
+
+def _torch_optimizers() -> dict[str, type[Any]]:
+    # torch's Muon takes matrices alone; timm's of the same name takes a whole network.
+    left_out = {"optimizer", "muon", *_UNFIT}
     return {
         name.lower(): cls
         for name, cls in vars(torch.optim).items()
         if isinstance(cls, type)
         and issubclass(cls, torch.optim.Optimizer)
-        and name not in left_out
+        and name.lower() not in left_out
     }

@@ -22,7 +22,9 @@ class WeightAverage:
     def __init__(self, model: nn.Module, buffers: Sequence[torch.Tensor], cfg: Ema) -> None:
         self._cfg = cfg
         names = {id(b): n for n, b in model.named_buffers()}
-        self._live = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._live: dict[str, torch.Tensor] = {
+            n: p for n, p in model.named_parameters() if p.requires_grad
+        }
         self._live |= {names[id(b)]: b for b in buffers}
         self._buffer_names = [names[id(b)] for b in buffers]
         self.shadow = {n: t.detach().clone() for n, t in self._live.items()}

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from lockstep import dist
@@ -60,7 +61,7 @@ class Strategy(ABC):
         """Context of one forward and backward pass; gradients need to be whole after the last."""
         return nullcontext()
 
-    def after_evaluation(self) -> None:
+    def after_evaluation(self) -> None:  # noqa: B027 - most have nothing to undo
         """Undo what forward passes without a backward pass leave behind."""
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -71,6 +72,5 @@ class Strategy(ABC):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _sync_batchnorm(self, model: nn.Module) -> nn.Module:
-        if not self.cfg.sync_batchnorm:
-            return model
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        # timm's: torch's would lose the activation that timm's BatchNormAct2d holds.
+        return convert_sync_batchnorm(model) if self.cfg.sync_batchnorm else model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,19 +28,20 @@ class DDPStrategy(Strategy):
         model = self._sync_batchnorm(model).to(device)
         self._module: nn.Module = model
         if dist.is_distributed():
+            # Statistics are partial sums (models/batchnorm.py): rank 0's must not overwrite.
+            options: dict[str, Any] = {_BUFFERS: False}
             self._module = DistributedDataParallel(
                 model,
                 device_ids=[device.index] if device.type == "cuda" else None,
-                # Statistics are partial sums (models/batchnorm.py): rank 0's must not overwrite.
-                **{_BUFFERS: False},
                 gradient_as_bucket_view=True,
                 # A static graph learns its hooks in the first backward pass, which no_sync skips.
                 static_graph=self.cfg.static_graph and self.accumulation == 1,
                 bucket_cap_mb=self.cfg.bucket_mb,
+                **options,
             )
         return self._module
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(self._module, DistributedDataParallel):
             return nullcontext()
-        return self._module.no_sync()  # type: ignore[no-any-return]
+        return self._module.no_sync()

@@ -42,7 +42,7 @@ class FSDPStrategy(Strategy):
         options: dict[str, Any] = {
             "mesh": self._mesh(device),
             "mp_policy": self._mixed_precision(model),
-            "offload_policy": CPUOffloadPolicy() if self.cfg.cpu_offload else OffloadPolicy(),
+            "offload_policy": self._offload(device),
             "reshard_after_forward": self.cfg.shard == "full",
         }
         wrapped = blocks(model)
@@ -50,30 +50,31 @@ class FSDPStrategy(Strategy):
             fully_shard(block, **options)
         # The root's parameters are needed first in backward: regathering them wins nothing.
         fully_shard(model, **options | {"reshard_after_forward": False})
-        assert isinstance(model, FSDPModule)
         self._prefetch([m for m in wrapped if isinstance(m, FSDPModule)])
         if host_state is not None:
             self._materialise(model, device, host_state, host_buffers)
         elif self.cfg.cpu_offload:
             _move_buffers(model, device)
-        self._root: FSDPModule = model
+        self._model = model
         return model
 
     @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:  # type: ignore[override]
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
         # Keeping whole gradients until the last micro-batch saves communication but holds a
         # model-sized buffer: right where memory is not the point.
+        root = self._model
+        assert isinstance(root, FSDPModule)
         if self.cfg.shard == "full":
-            self._root.set_requires_all_reduce(last)
+            root.set_requires_all_reduce(last)
         else:
-            self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
+            root.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
         yield
 
     def after_evaluation(self) -> None:
         # Backward would free what forward gathered. Left gathered, the modules hold copies that
         # neither the optimiser nor the moving average knows.
-        for module in self._root.modules():
+        for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -84,6 +85,11 @@ class FSDPStrategy(Strategy):
         return init_device_mesh(
             device.type, (world // shard, shard), mesh_dim_names=("replicate", "shard")
         )
+
+    def _offload(self, device: torch.device) -> OffloadPolicy:
+        if not self.cfg.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     def _mixed_precision(self, model: nn.Module) -> MixedPrecisionPolicy:
         dtype = autocast_dtype(self.precision)
@@ -128,7 +134,7 @@ class FSDPStrategy(Strategy):
         model.to_empty(device="cpu" if self.cfg.cpu_offload else device)
         set_model_state_dict(
             model,
-            state,
+            dict(state),
             options=StateDictOptions(
                 full_state_dict=True,
                 broadcast_from_rank0=True,

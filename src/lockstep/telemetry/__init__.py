@@ -136,7 +136,7 @@ def open_telemetry(
     for name, open_view in views.items():
         try:
             sinks.append(open_view())
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001  whatever it is, training does not need the view
             failures.append(failure(name, exc))
     telemetry = Telemetry(sinks, history)
     for note in [*(note for sink in sinks for note in sink.notes), *failures]:

@@ -34,6 +34,7 @@ class WandbSink(Sink):
             import wandb
         except ImportError as exc:
             raise ImportError("wandb is not installed: pip install -e '.[wandb]'") from exc
+        self._wandb = wandb
         self._run = wandb.init(
             project=cfg.wandb_project,
             name=run_name,
@@ -64,6 +65,8 @@ class WandbSink(Sink):
     def close(self, summary: dict[str, Any] | None) -> None:
         self._run.summary.update(summary or {})
         self._run.finish(exit_code=1 if summary is None else 0)
+        # finish() does not wait for the file of an offline run; ending W&B's own process does.
+        self._wandb.teardown()
 
 
 def _is_figure(key: str, value: Any) -> bool:

@@ -1,0 +1,72 @@
+"""Evaluate trained weights on the validation images, in one process.
+
+python scripts/evaluate.py runs/NAME                         its newest good checkpoint
+python scripts/evaluate.py runs/NAME/checkpoints/step-N
+python scripts/evaluate.py model.safetensors --data /my/images --json figures.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from lockstep.checkpoint.manifest import atomic_write
+from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.evaluation import evaluate_weights, read_weights
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Evaluate, print the figures and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "where",
+        type=Path,
+        metavar="RUN_OR_FILE",
+        help="a run folder, a step-N folder or an exported .safetensors file",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="ROOT", help="folder that holds val; default: the run's own"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("auto", "raw", "ema"),
+        default="auto",
+        help="auto: the averaged ones where there are any",
+    )
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="images in a forward pass; default: the run's own"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    args = parser.parse_args(argv)
+    if args.batch is not None and args.batch < 1:
+        parser.error(f"--batch {args.batch}: must be 1 or more")
+    try:
+        weights = read_weights(args.where, args.weights)
+        done = evaluate_weights(weights, root=args.data, batch=args.batch, device=args.device)
+        if args.json is not None:
+            write_json(args.json, done.to_json())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    for note in [*weights.notes, *done.notes]:
+        print(note, file=sys.stderr)
+    print(done.text())
+    return EXIT_OK
+
+
+def write_json(path: Path, values: dict[str, object]) -> None:
+    """Write plain values; raises UserError where the file system refuses."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, (json.dumps(values, indent=2) + "\n").encode())
+    except OSError as exc:
+        raise UserError(f"--json {path}: cannot be written ({exc.strerror})") from exc
+
+
+if __name__ == "__main__":
+    sys.exit(main())

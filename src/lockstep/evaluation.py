@@ -1,0 +1,263 @@
+"""Trained weights without training: found, evaluated, exported. Level 6.
+
+A second composition root, of one process: it builds what an evaluation needs, from the recipe that
+lies beside the weights, with the parts that training uses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+from lockstep.checkpoint.export import card_path, export_weights, read_card
+from lockstep.checkpoint.manifest import check_law
+from lockstep.checkpoint.store import Store, find_checkpoint
+from lockstep.config.bind import bind, law, load_config
+from lockstep.config.plan import Machine, resolve_device
+from lockstep.config.schema import Config
+from lockstep.data.loader import Loader
+from lockstep.data.source import FolderSource
+from lockstep.engine.evaluate import evaluate
+from lockstep.errors import UserError
+from lockstep.metrics import EvalResult
+from lockstep.models.build import build
+from lockstep.strategy.precision import set_matmul_precision
+from lockstep.telemetry.files import read_records
+
+Kind = Literal["raw", "ema"]
+Wanted = Literal["auto", "raw", "ema"]
+"""``auto``: the averaged weights where there are any, as a run's own summary has it."""
+
+_CARD_KEYS = (
+    "recipe",
+    "num_classes",
+    "image_size",
+    "classes",
+    "metrics",
+    "data",
+    "git",
+    "versions",
+)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Trained weights and what made them."""
+
+    state: dict[str, torch.Tensor]
+    """Whole tensors on the CPU under timm's names."""
+    config: Config
+    card: dict[str, Any]
+    """All that the card of an export says, except the checksum of its file."""
+    notes: list[str]
+    """What the user should know of where they come from."""
+
+    @property
+    def kind(self) -> Kind:
+        kind: Kind = self.card["metrics"]["weights"]
+        return kind
+
+    @property
+    def step(self) -> int:
+        return int(self.card["metrics"]["step"])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of one evaluation, and what was evaluated."""
+
+    result: EvalResult
+    step: int
+    kind: Kind
+    num_left_out: int
+    """Images that could not be read (``data.on_error=skip``)."""
+    notes: list[str]
+
+    def text(self) -> str:
+        """One line for people."""
+        r = self.result
+        left_out = f", {self.num_left_out:,} unreadable left out" if self.num_left_out else ""
+        return (
+            f"top-1 {r.top1:.2f} %  top-5 {r.top5:.2f} %  loss {r.loss:.4f}  {r.count:,} images"
+            f"{left_out} ({self.kind} weights, step {self.step:,})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self.result) | {"weights": self.kind, "step": self.step}
+
+
+def read_weights(where: Path, wanted: Wanted) -> Weights:
+    """The weights of a run folder (its newest good checkpoint), a checkpoint or an export.
+
+    Raises:
+        UserError: nothing usable is there, or not the wanted kind.
+    """
+    return read_export(where, wanted) if where.is_file() else read_checkpoint(where, wanted)
+
+
+def read_export(where: Path, wanted: Wanted) -> Weights:
+    """Exported weights; ``where`` is the ``.safetensors`` file or its card. Raises UserError."""
+    if where.suffix not in (".safetensors", ".json"):
+        raise UserError(f"{where}: give a run folder, a step-N folder or a .safetensors file")
+    card = read_card(where)
+    path = card_path(where).with_name(card["weights"]["file"])
+    try:
+        made = {key: card[key] for key in _CARD_KEYS}
+        kind = made["metrics"]["weights"]
+    except (KeyError, TypeError) as exc:
+        raise UserError(f"{card_path(where)}: the card has no {exc}; export the run again") from exc
+    if wanted not in ("auto", kind):
+        raise UserError(f"--weights {wanted}: {path} holds the {kind} weights alone")
+    return Weights(load_file(path), bind(card["recipe"]), made, [])
+
+
+def read_checkpoint(where: Path, wanted: Wanted) -> Weights:
+    """The newest good checkpoint of a run folder, or the one that is named.
+
+    Raises:
+        UserError: nothing usable, no configuration beside it, or not the wanted kind of weights.
+    """
+    found = find_checkpoint(where)
+    run_dir = found.path.resolve().parent.parent
+    config = load_config(run_dir / "config.yaml")
+    check_law(found.meta["law"], law(config))
+    tensors = Store.load_full(found)
+    if wanted == "ema" and "ema" not in tensors:
+        raise UserError(f"--weights ema: {found.path} has none; the run had ema.enabled=false")
+    kind: Kind = "ema" if wanted != "raw" and "ema" in tensors else "raw"
+    # The average covers what is trained; other buffers are the model's own.
+    state = tensors["model"] | (tensors["ema"] if kind == "ema" else {})
+    progress = found.meta["progress"]
+    card = {
+        "recipe": config.model_dump(by_alias=True, mode="json"),
+        "num_classes": _num_classes(run_dir),
+        "image_size": config.model.image_size or config.data.image_size,
+        # A checkpoint may not name them: it need not, to be trained on.
+        "classes": found.meta.get("classes"),
+        "metrics": {
+            "run": str(where),
+            "step": found.step,
+            "weights": kind,
+            **_recorded(run_dir, found.step, kind),
+            "best_top1": progress["best_top1"],
+            "best_step": progress["best_step"],
+        },
+        "data": found.meta["data"],
+        "git": found.meta.get("git"),
+        "versions": found.meta["versions"],
+    }
+    return Weights(state, config, card, [*found.notes, f"read {found.path}"])
+
+
+def evaluate_weights(
+    weights: Weights, *, root: Path | None, batch: int | None, device: str
+) -> Evaluation:
+    """Evaluate on the validation images, exactly as training does.
+
+    Args:
+        root: folder that holds ``val``; None: the run's own.
+        batch: images in one forward pass; None: the run's own.
+        device: auto, cuda or cpu.
+
+    Raises:
+        UserError: no GPU, no images, other classes, or weights that do not fit the model.
+    """
+    config = weights.config
+    # What serves training alone is left out: the weights are here, and nothing is recomputed.
+    model_config = config.model.model_copy(
+        update={"pretrained": False, "activation_checkpointing": False}
+    )
+    here = Machine(torch.cuda.device_count(), _cores(), None)
+    wanted = config.model_copy(update={"device": device})
+    place = torch.device(resolve_device(wanted, here))
+    set_matmul_precision(config.precision)
+    source, notes = _images(weights, root)
+    loader = Loader(
+        source,
+        config.data,
+        None,
+        image_size=weights.card["image_size"],
+        seed=config.seed,
+        device=place,
+        threads=config.data.workers or here.cores,
+    )
+    model = build(
+        model_config,
+        image_size=weights.card["image_size"],
+        num_classes=weights.card["num_classes"],
+        seed=config.seed,
+        meta=False,
+    )
+    try:
+        model.load_state_dict(weights.state)
+    except RuntimeError as exc:
+        raise UserError(
+            f"the weights do not fit {config.model.name} as timm builds it here: "
+            f"{' '.join(str(exc).split())[:300]}; made with {weights.card['versions']}"
+        ) from exc
+    if place.type == "cuda":
+        model.to(memory_format=torch.channels_last)
+    result = evaluate(
+        model.to(place),
+        loader,
+        config.precision,
+        batch=batch or config.evaluate.batch,
+        device=place,
+    )
+    return Evaluation(result, weights.step, weights.kind, loader.num_left_out, notes)
+
+
+def export(weights: Weights, to: Path) -> None:
+    """Write weights as safetensors with their card. Raises UserError where that fails."""
+    if to.suffix != ".safetensors":
+        raise UserError(f"--to {to}: the file's name must end in .safetensors")
+    export_weights(weights.state, to, card=weights.card)
+
+
+def _images(weights: Weights, root: Path | None) -> tuple[FolderSource, list[str]]:
+    """The validation images, and what is to be said about them."""
+    card, data = weights.card, weights.config.data
+    root = root or Path(data.root)
+    source = FolderSource.open(root, "val", name=data.name, classes=card["classes"])
+    if len(source.classes) != card["num_classes"]:
+        raise UserError(
+            f"{root}/val has {len(source.classes)} class folders, but the weights tell "
+            f"{card['num_classes']} classes apart: give a folder of the same classes as --data"
+        )
+    if source.digest == card["data"]["val"]:
+        return source, []
+    return source, [f"note: {source.folder} holds other images than training evaluated"]
+
+
+def _num_classes(run_dir: Path) -> int:
+    """As planned: the configuration may leave it to be counted in the training images."""
+    path = run_dir / "plan.json"
+    try:
+        return int(json.loads(path.read_text())["data"]["num_classes"])
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise UserError(f"{path}: not the plan of a run ({exc!r}); restore the file") from exc
+
+
+def _recorded(run_dir: Path, step: int, kind: Kind) -> dict[str, Any]:
+    """What training measured at a step; nothing where it did not evaluate then."""
+    try:
+        records = list(read_records(run_dir / "metrics.jsonl"))
+    except OSError:
+        return {}
+    for record in reversed(records):
+        if record["kind"] == "eval" and (record["step"], record["weights"]) == (step, kind):
+            return {key: record[key] for key in ("top1", "top5", "loss", "count")}
+    return {}
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
