@@ -61,8 +61,8 @@ def run(command: Command) -> int:
             else:
                 config = bind(raw)
                 outcome.append(launch(config, run_name(config, choices, swept=[])))
-        except Exception as exc:
-            outcome.append(exc)  # raised here, it would reach the user in Hydra's words
+        except Exception as exc:  # noqa: BLE001 - Hydra would tell the user in its own words
+            outcome.append(exc)
 
     sys.argv[1:] = command.argv
     compose()

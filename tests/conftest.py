@@ -75,6 +75,7 @@ def train(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             capture_output=True,
             text=True,
             timeout=timeout,
+            check=False,
         )
 
     return run

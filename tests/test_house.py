@@ -18,7 +18,7 @@ LEVELS = {
     "strategy": 3,
     "checkpoint": 4, "telemetry": 4,
     "engine": 5,
-    "worker": 6,
+    "worker": 6, "evaluation": 6,
     "launch": 7,
     "doctor": 8,
 }  # fmt: skip
@@ -52,6 +52,7 @@ def test_imports_go_down(path: Path) -> None:
     if here == "__init__":
         assert imported_rooms(path) == set()
         return
+    assert here in LEVELS, "a new room needs a level"
     up = {
         other
         for other in imported_rooms(path) - {here}

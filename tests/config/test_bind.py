@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lockstep.errors import UserError
 from tests.conftest import REPOSITORY
 
 
+@cache
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         return compose("config", list(overrides))
@@ -85,7 +87,7 @@ def test_all_mistakes_at_once_with_full_keys() -> None:
 def test_a_key_without_a_home_in_the_yaml_is_missed() -> None:
     raw = bound().model_dump(mode="json", by_alias=True)
     del raw["batch"]["global"]
-    with pytest.raises(UserError, match="batch.global: no value in the YAML"):
+    with pytest.raises(UserError, match=r"batch\.global: no value in the YAML"):
         bind(raw)
 
 
@@ -151,21 +153,28 @@ def test_law_is_flat_plain_and_every_exception_from_it_is_a_key() -> None:
     [
         ([], {"model": "vit_tiny"}, [], "digits-vit_tiny-auto-F"),
         ([], {}, [], "digits-vit_tiny_patch16_224-auto-F"),
-        (["model=timm", "model.name=hf-hub:a/b"], {"model": "timm"}, [], "digits-hf-hub_a_b-auto-F"),
+        (
+            ["model=timm", "model.name=hf-hub:a/b"],
+            {"model": "timm"},
+            [],
+            "digits-hf-hub_a_b-auto-F",
+        ),
         (["strategy=ddp"], {"model": "vit"}, ["strategy=ddp", "seed=3"], "digits-vit-ddp-F-seed.3"),
         (["run.name=mine"], {}, [], "mine"),
         (["run.name=mine"], {}, ["strategy=ddp", "x.y=[1, 2]"], "mine-strategy.ddp-x.y._1_2_"),
         (["run.name=mine"], {}, ["run.name=mine", "++a.b=1"], "mine-a.b.1"),
     ],
 )
-def test_run_name(overrides: list[str], choices: dict[str, str], swept: list[str], name: str) -> None:
+def test_run_name(
+    overrides: list[str], choices: dict[str, str], swept: list[str], name: str
+) -> None:
     config = bound(*overrides)
     assert run_name(config, choices, swept) == name.replace("F", fingerprint(config))
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".", "..", ".hidden", "''"])
 def test_run_name_is_a_folder_name(name: str) -> None:
-    with pytest.raises(UserError, match="run.name"):
+    with pytest.raises(UserError, match=r"run\.name"):
         run_name(bound(f"run.name={name}"), {}, [])
 
 
@@ -189,10 +198,10 @@ def test_a_file_that_is_no_configuration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match="config.yaml"):
+    with pytest.raises(UserError, match=r"config\.yaml"):
         load_config(tmp_path / "config.yaml")
     assert not (tmp_path / "executed").exists()
-    with pytest.raises(UserError, match="absent.yaml"):
+    with pytest.raises(UserError, match=r"absent\.yaml"):
         load_config(tmp_path / "absent.yaml")
 
 

@@ -140,7 +140,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_bar_and_lines_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal()
     console = open_console(
         terminal, total_steps=100, steps_per_epoch=10, first_step=20, seconds=10.0
@@ -153,7 +153,11 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(monkeypatch: pytest.MonkeyPatc
     finally:
         console.close(None)
     shown = terminal.getvalue()
-    assert "21/100" in shown and "loss 1.5000" in shown and "epoch  3/10" in shown
+    assert (
+        "21/100" in shown
+        and "loss 1.500 lr 1.0e-03 100 img/s wait 0%" in shown
+        and "epoch  3/10" in shown
+    )
     assert "skipped [/bold] cat[1].png" in shown
     assert shown.index("epoch  3/10  step  30/100  top-1   9.50 %") < shown.rindex("21/100")
 

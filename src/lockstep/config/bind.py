@@ -120,7 +120,7 @@ def run_name(config: Config, choices: Mapping[str, str], swept: Sequence[str]) -
         UserError: ``run.name`` is not a plain folder name.
     """
     name = config.run.name
-    if name is not None and (Path(name).name != name or name.startswith(".")):
+    if name is not None and (Path(name).name != name or name[:1] in ("", ".")):
         raise UserError(f"run.name = {name}: must be a folder name; its place is run.root")
     told = {"run.name"}
     if name is None:

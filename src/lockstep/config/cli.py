@@ -127,7 +127,7 @@ def read_command(argv: Sequence[str]) -> Command:
         if word.startswith("--") and not any(k.startswith(flag) for k in known):
             raise UserError(f"unknown flag {flag}{did_you_mean(flag, known)}")
     args = parser.parse_intermixed_args(list(argv))
-    if args.config_path and os.path.isdir(args.config_path):
+    if args.config_path and "://" not in args.config_path:
         args.config_path = os.path.abspath(args.config_path)
     flags: list[str] = []
     for action in parser._actions:

@@ -30,8 +30,8 @@ def resolve(conf: Path, params: Path, inputs: Iterable[Path]) -> Config:
 
     Args:
         conf: the folder of the config groups.
-        params: file whose section ``train`` holds the choice of each group, and under ``overrides``
-            a list of further words of the command line.
+        params: file whose section ``train`` holds options of config groups (null: the usual one),
+            and under ``overrides`` a list of further words of the command line.
         inputs: files and folders that the run is made from.
 
     Raises:
@@ -57,7 +57,7 @@ def read_params(path: Path) -> list[str]:
     try:
         section = yaml.safe_load(path.read_text())[SECTION]
         words = section[OVERRIDES] or []
-        chosen = {key: value for key, value in section.items() if key != OVERRIDES}
+        chosen = {k: v for k, v in section.items() if k != OVERRIDES and v is not None}
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as exc:
         raise UserError(
             f"{path}: expected a section {SECTION} of GROUP: OPTION and {OVERRIDES}: [KEY=VALUE, ...]"
@@ -65,7 +65,7 @@ def read_params(path: Path) -> list[str]:
         ) from exc
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise UserError(f"{path}: {SECTION}.{OVERRIDES} = {words}: must be a list of KEY=VALUE")
-    return [f"{key}={'null' if value is None else value}" for key, value in chosen.items()] + words
+    return [f"{key}={value}" for key, value in chosen.items()] + words
 
 
 def content_digest(inputs: Iterable[Path]) -> str:

@@ -46,7 +46,7 @@ def launch(config: Config, name: str, *, worker: str = WORKER, plan: Plan | None
         except Stopped as exc:
             say(f"{exc}\nthe same command goes on from {Path(config.run.root) / name}")
             return EXIT_STOPPED
-        except Exception:
+        except Exception:  # noqa: BLE001 - the last to see it
             say(traceback.format_exc())
             return EXIT_FAILURE
 

@@ -88,7 +88,7 @@ def work_and_report(job: Job, *, restarted: bool = False) -> int:
     try:
         with StopFlag(last_chance=False) as stop:
             work(job, stop)
-    except BaseException as exc:
+    except BaseException as exc:  # noqa: BLE001 - the last to see it
         report = Report.of(exc, rank)
         report.write(job.logs)
         if report.kind == "crash" and rank != 0:

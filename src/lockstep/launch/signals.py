@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from lockstep.errors import Stopped
 
@@ -45,7 +45,7 @@ class StopFlag:
             self._before = install(self._receive)
         return self._name
 
-    def __enter__(self) -> StopFlag:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

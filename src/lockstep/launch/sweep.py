@@ -64,7 +64,7 @@ class Sweep:
             argv,
             # A session of its own: a terminal's Ctrl-C reaches it through us, and only once.
             start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no threads here
         )
         code = self._child.wait()
         # As a shell would say it: a signal's number above 128.

@@ -7,7 +7,6 @@ weights; the first difference is the finding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from lockstep.telemetry.records import Record, Row, Sink, number
 
@@ -119,13 +120,6 @@ class Console(Sink):
     def _step(self, step: int) -> str:
         return f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
 
-    def _figures(self, record: Record) -> str:
-        return (
-            f"loss {number(record['loss']):.4f}  lr {number(record['lr']):.2e}  "
-            f"{self._pace.samples_per_second:,.0f} img/s  "
-            f"data wait {self._pace.data_wait_fraction:.0%}"
-        )
-
 
 class PlainConsole(Console):
     """A line now and then, for logs: the first step, the last, and one every so many seconds."""
@@ -166,7 +160,9 @@ class PlainConsole(Console):
         self._shown_at, self._unshown = self._clock(), None
         self.message(
             f"{self._epoch(record['epoch'])}  {self._step(record['step'])}  "
-            f"{self._figures(record)}{self._remaining(record['step'])}"
+            f"loss {number(record['loss']):.4f}  lr {number(record['lr']):.2e}  "
+            f"{self._pace.samples_per_second:,.0f} img/s  "
+            f"data wait {self._pace.data_wait_fraction:.0%}{self._remaining(record['step'])}"
         )
 
     def _remaining(self, step: int) -> str:
@@ -189,9 +185,10 @@ class LiveConsole(Console):
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            # Where room is short the bar gives way, not the numbers.
+            MofNCompleteColumn(table_column=Column(min_width=2 * len(str(total_steps)) + 1)),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(min_width=len("0:00:00"))),
             console=RichConsole(file=stream),
             expand=True,
         )
@@ -212,7 +209,10 @@ class LiveConsole(Console):
             self._bar,
             completed=record["step"],
             description=self._epoch(record["epoch"]),
-            figures=self._figures(record),
+            # Shorter than in plain lines: all of it has to fit in 80 columns.
+            figures=f"loss {number(record['loss']):.3f} lr {number(record['lr']):.1e} "
+            f"{self._pace.samples_per_second:,.0f} img/s "
+            f"wait {self._pace.data_wait_fraction:.0%}",
         )
 
 

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.cli import HYDRA, groups, help_text, read_command, wants_help
+from lockstep.errors import UserError
+from tests.conftest import REPOSITORY
+
+CONF = REPOSITORY / "conf"
+
+
+def test_help_lists_what_lies_in_conf() -> None:
+    text = help_text(CONF)
+    for group, options in groups(CONF):
+        assert f"  {group:<11} {', '.join(options)}" in text
+    assert "_base" not in text
+    assert {g for g, _ in groups(CONF)} >= {"model", "strategy", "precision", "data", "experiment"}
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "overrides"),
+    [
+        (["seed=1", "--multirun", "model=vit"], ["seed=1", "model=vit"]),
+        (["model.kwargs.depth=6"], ["++model.kwargs.depth=6"]),
+        (["model.kwargs={depth: 6}"], ["++model.kwargs={depth: 6}"]),
+        (["nccl.env.NCCL_DEBUG=INFO"], ["++nccl.env.NCCL_DEBUG=INFO"]),
+        (["+optimizer.kwargs.eps=1"], ["+optimizer.kwargs.eps=1"]),
+        (["~optimizer.kwargs.betas"], ["~optimizer.kwargs.betas"]),
+        (["model.kwargsx=1", "optimizer.lr=1"], ["model.kwargsx=1", "optimizer.lr=1"]),
+    ],
+)
+def test_overrides(argv: list[str], overrides: list[str]) -> None:
+    command = read_command(argv)
+    assert command.overrides == overrides
+    assert command.multirun is ("--multirun" in argv)
+    assert command.argv[-len(overrides) :] == overrides
+
+
+def test_flags_survive_and_paths_are_those_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/x").mkdir(parents=True)
+    command = read_command(["-cp", "runs/x", "a=1", "--config-name=config", "--cfg", "job"])
+    assert command.argv == [
+        "--cfg", "job", "--config-path", str(tmp_path / "runs/x"), "--config-name", "config",
+        *HYDRA, "a=1",
+    ]  # fmt: skip
+
+
+def test_the_shells_question_passes_unchanged() -> None:
+    assert read_command(["-sc", "query=bash"]).argv == ["--shell-completion", "query=bash"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mulitrun"], "unknown flag --mulitrun; did you mean --multirun?"),
+        (["--cfg"], "expected one argument"),
+        (["--cfg", "jobb"], "invalid choice: 'jobb'"),
+        (["-z"], "unrecognized arguments: -z"),
+    ],
+)
+def test_flag_mistakes(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_command(argv)
+    assert message in str(caught.value)
+
+
+def test_help_is_asked_for_by_either_name() -> None:
+    assert wants_help(["seed=1", "-h"]) and wants_help(["--help"]) and not wants_help(["help=1"])
+
+
+def test_swept_overrides_are_those_that_vary() -> None:
+    command = read_command(["-m", "strategy=single,ddp", "plan=true", "model.kwargs.depth=1,2"])
+    job = ["strategy=ddp", "plan=True", "++model.kwargs.depth=2"]
+    assert command.swept(job) == ["strategy=ddp", "++model.kwargs.depth=2"]
+    assert command.swept(["from_the_sweeper=1"]) == ["from_the_sweeper=1"]

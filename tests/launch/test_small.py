@@ -1,0 +1,107 @@
+"""Signals, presets, reports and the lock, each by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.schema import Nccl
+from lockstep.errors import Stopped, UserError
+from lockstep.launch import nccl
+from lockstep.launch.folder import run_lock
+from lockstep.launch.report import Report, clear_reports, read_reports
+from lockstep.launch.signals import STOP_SIGNALS, StopFlag, handling, refuse_to_start
+from tests.conftest import clean_environment
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda s: s.name)
+def test_stop_flag_listens_from_the_first_reading_on(signum: signal.Signals) -> None:
+    before = [signal.getsignal(s) for s in STOP_SIGNALS]
+    with handling(refuse_to_start), StopFlag(last_chance=False) as stop:
+        with pytest.raises(Stopped, match=signum.name):
+            signal.raise_signal(signum)
+        assert stop.requested is None
+        signal.raise_signal(signum)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested == signum.name
+    assert [signal.getsignal(s) for s in STOP_SIGNALS] == before
+
+
+def test_a_second_ctrl_c_ends_a_process_of_its_own() -> None:
+    with StopFlag(last_chance=True) as stop:
+        assert stop.requested is None
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested == "SIGINT"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
+
+
+def test_what_the_shell_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with handling(refuse_to_start):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_preset_does_not_override_the_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STUB_SET", "mine")
+    monkeypatch.setenv("STUB_SAME", "2")
+    monkeypatch.delenv("STUB_NEW", raising=False)
+    nccl.apply(Nccl(name="x", env={"STUB_SET": "theirs", "STUB_SAME": 2, "STUB_NEW": 1}))
+    assert [os.environ.pop(n) for n in ("STUB_SET", "STUB_SAME", "STUB_NEW")] == ["mine", "2", "1"]
+    assert capsys.readouterr().err.splitlines() == [
+        "note: STUB_SET=mine from your environment stays (nccl=x would set theirs)"
+    ]
+
+
+def test_reports_put_the_cause_first(tmp_path: Path) -> None:
+    lost = RuntimeError("Connection closed by peer [127.0.0.1]:5")
+    for rank, error in enumerate([lost, ValueError("the cause"), Stopped("saved")]):
+        Report.of(error, rank).write(tmp_path)
+    found = read_reports(tmp_path)
+    assert [(r.rank, r.kind) for r in found] == [(1, "crash"), (2, "stopped"), (0, "crash")]
+    assert "ValueError: the cause" in found[0].traceback
+    clear_reports(tmp_path, [0])
+    assert [r.rank for r in read_reports(tmp_path)] == [1, 2]
+    (tmp_path / "error-rank-9.json").write_text("{torn")
+    clear_reports(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from lockstep.launch.folder import run_lock\n"
+        "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        message = f"in use by process {holder.pid} on .* since "
+        with pytest.raises(UserError, match=message), run_lock(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with run_lock(tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
+
+
+def test_lock_in_a_place_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = r"run\.root = .*cannot write"
+    with pytest.raises(UserError, match=message), run_lock(tmp_path / "file/run"):
+        pass

@@ -1,0 +1,216 @@
+"""The doors in scripts/: what they print and return; and the pipeline of dvc.yaml as a whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.config.bind import load_config
+from lockstep.launch import launch
+from scripts import compare_runs, evaluate, export, prepare_data, resolve_config
+from tests.conftest import REPOSITORY, clean_environment
+from tests.runs import configure
+
+SMALL = (
+    "device=cpu", "data.num_classes=null", "batch.global=16", "batch.micro=8", "steps=4",
+    "++model.kwargs={depth: 1, embed_dim: 24, num_heads: 2}",
+)  # fmt: skip
+
+
+def trained(root: Path, data: Path, name: str, *overrides: str) -> int:
+    """Train here; returns the exit code."""
+    here = (f"data.root={data}", f"run.root={root}", "strategy=single")
+    return launch(configure(*SMALL, *here, *overrides), name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, few_digits: Path) -> dict[str, Path]:
+    """Finished runs. Do not change."""
+    root = tmp_path_factory.mktemp("runs")
+    made = {"single": (), "seed": ("seed=1",), "ddp": ("strategy=ddp", "launch.processes=2")}
+    for name, overrides in made.items():
+        assert trained(root, few_digits, name, *overrides) == 0
+    return {name: root / name for name in made}
+
+
+def top1(run: Path) -> float:
+    return float(json.loads((run / "DONE").read_text())["top1"])
+
+
+def test_evaluate(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs["ddp"]
+    for where in (run, run / "checkpoints/step-4", run / "model.safetensors"):
+        to = tmp_path / "new/figures.json"
+        assert evaluate.main([str(where), "--device", "cpu", "--json", str(to)]) == 0
+        told = json.loads(to.read_text())
+        assert told["top1"] == top1(run)
+        assert (told["count"], told["step"], told["weights"]) == (23, 4, "raw")
+        assert capsys.readouterr().out.startswith(f"top-1 {top1(run):.2f} %  top-5 ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["gone"], "error: gone: no such folder", id="nowhere"),
+        pytest.param(["{run}", "--weights", "ema"], "error: --weights ema: ", id="no ema"),
+        pytest.param(["{run}", "--data", "gone"], "error: data.root = gone: ", id="no images"),
+        pytest.param(["{run}", "--json", "{run}/DONE/x"], "error: --json ", id="no place"),
+    ],
+)
+def test_evaluate_refuses(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert evaluate.main([word.format(run=runs["single"]) for word in arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize("main", [evaluate.main, export.main, compare_runs.main])
+def test_usage(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--nope"])
+    assert caught.value.code == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+
+
+def test_export(
+    runs: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = runs["single"]
+    assert export.main([str(run)]) == 0
+    assert capsys.readouterr().out.startswith("model-step-4-raw.safetensors: raw weights of step 4")
+    assert evaluate.main(["model-step-4-raw.safetensors", "--json", "figures.json"]) == 0
+    assert json.loads(Path("figures.json").read_text())["top1"] == top1(run)
+    assert export.main([str(run), "--to", "weights.bin"]) == 2
+    assert "must end in .safetensors" in capsys.readouterr().err
+
+
+def test_compare_runs(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    single, ddp, seed = (str(runs[name]) for name in ("single", "ddp", "seed"))
+    assert compare_runs.main([single, ddp]) == 0
+    assert capsys.readouterr().out.startswith("same run: 4 steps, ")
+    assert compare_runs.main([single, seed]) == 1
+    assert "  seed: 0 and 1" in capsys.readouterr().out
+    assert compare_runs.main([single, f"{single}-not"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare_runs.main([single, ddp, "--tolerance", "-1"])
+
+
+def test_compare_a_run_with_an_interrupted_one(
+    runs: dict[str, Path], few_digits: Path, tmp_path: Path
+) -> None:
+    pair = [str(runs["single"]), str(tmp_path / "stopped"), "--tolerance", "0"]
+    assert trained(tmp_path, few_digits, "stopped", "stop_at=2") == 85
+    assert compare_runs.main(pair) == 1
+    assert trained(tmp_path, few_digits, "stopped") == 0
+    assert compare_runs.main(pair) == 0
+
+
+def test_check_writes_its_findings(few_digits: Path, tmp_path: Path) -> None:
+    to = tmp_path / "new/data.json"
+    assert prepare_data.main(["check", str(few_digits), "--json", str(to)]) == 0
+    train_split, val = json.loads(to.read_text())
+    assert (train_split["split"], sum(train_split["counts"].values())) == ("train", 47)
+    assert (val["split"], val["unreadable"]) == ("val", {})
+
+
+def test_resolve_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    params = tmp_path / "params.yaml"
+    params.write_text("train: {experiment: digits, overrides: [seed=7]}")
+    call = ["--params", str(params), "--to", str(tmp_path / "new/config"), str(params)]
+    assert resolve_config.main(call) == 0
+    config = load_config(tmp_path / "new/config/config.yaml")
+    named = f"{config.run.root}/{config.run.name}\n"
+    assert config.seed == 7
+    assert (tmp_path / "new/config/run").read_text() == capsys.readouterr().out == named
+    params.write_text("train: {overrides: [sed=7]}")
+    assert resolve_config.main(call) == 2
+    assert "did you mean seed?" in capsys.readouterr().err
+
+
+def dvc() -> str:
+    found = shutil.which("dvc", path=str(Path(sys.executable).parent)) or shutil.which("dvc")
+    if found is None:
+        pytest.skip("dvc is not installed: pip install -e '.[dvc]'")
+    return found
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as a new one, with the embedded images and a short run in params.yaml."""
+    clone = tmp_path_factory.mktemp("pipeline") / "clone"
+    names = [".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "data.dvc", "dvc.yaml"]
+    for name in [*names, "params.yaml", "train.py"]:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, clone / name)
+    for name in ("conf", "scripts", "src"):
+        shutil.copytree(
+            REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg*")
+        )
+    assert prepare_data.main(["digits", "--root", str(clone / "data")]) == 0
+    params = yaml.safe_load((clone / "params.yaml").read_text())
+    params["train"]["overrides"] = [*SMALL, "steps=2"]
+    (clone / "params.yaml").write_text(yaml.safe_dump(params))
+    subprocess.run(["git", "init", "-q", "."], cwd=clone, check=True)
+    return clone
+
+
+def in_clone(clone: Path, *words: str) -> str:
+    """Run dvc with this interpreter as ``python``; returns what it said."""
+    env = clean_environment()
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["PYTHONPATH"] = str(clone / "src")
+    done = subprocess.run(
+        [dvc(), *words], cwd=clone, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def stages_run(said: str) -> list[str]:
+    return re.findall(r"Running stage '([^']+)'", said)
+
+
+def test_the_embedded_images_are_those_of_data_dvc(clone: Path) -> None:
+    assert in_clone(clone, "status", "data.dvc") == "Data and pipelines are up to date.\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pipeline(clone: Path) -> None:
+    everything = ["prepare", "config", "train", "evaluate", "export"]
+    assert stages_run(in_clone(clone, "repro")) == everything
+    card = json.loads((clone / "checkpoints/model.json").read_text())
+    metrics: dict[str, Any] = json.loads((clone / "build/metrics.json").read_text())
+    run = clone / (clone / "build/config/run").read_text().strip()
+    assert metrics["top1"] == card["metrics"]["top1"] == top1(run)
+    assert (clone / "build/history.csv").read_text() == (run / "history.csv").read_text()
+
+    assert stages_run(in_clone(clone, "repro")) == []
+
+    with (clone / "conf/model/vit.yaml").open("a") as file:
+        file.write("activation_checkpointing: true\n")
+    assert stages_run(in_clone(clone, "repro")) == ["config"]
+
+    params = (clone / "params.yaml").read_text()
+    (clone / "params.yaml").write_text(params.replace("steps=2", "steps=3"))
+    assert stages_run(in_clone(clone, "repro")) == everything[1:]
+    assert json.loads((clone / "checkpoints/model.json").read_text())["metrics"]["step"] == 3
+    assert len(list((clone / "runs").iterdir())) == 2, "another configuration, another run"

@@ -1,0 +1,154 @@
+"""``train.py`` from the outside: every mistake is one message, and its exit code says which kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train as door
+from lockstep.errors import EXIT_OK, EXIT_USER_ERROR
+from tests.conftest import REPOSITORY, clean_environment
+
+Train = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """``cli(*argv)``: the door in this process; exit code, stdout, stderr."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        code = door.main(list(argv))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+MISTAKES = {
+    "unknown key": (["optimizer.lrr=1"], "optimizer.lrr: unknown key or group; did you mean optimizer.lr?"),
+    "unknown top-level key": (["stpes=3"], "stpes: unknown key or group; did you mean steps?"),
+    "unknown group": (["modle=vit"], "modle: unknown key or group; did you mean model?"),
+    "unknown option": (["model=vitt"], "model = vitt: no such option; did you mean vit?; options: resnet18,"),
+    "unknown option of a sweep": (["-m", "strategy=single,dpp"], "strategy = dpp: no such option"),
+    "an option of an experiment": (["experiment=digit"], "did you mean digits?"),
+    "several values, no sweep": (["seed=1,2"], "python train.py -m seed=1,2"),
+    "open bracket": (["augment.scale=[1"], "augment.scale=[1: cannot be read as KEY=VALUE"),
+    "no value": (["seed"], "seed: cannot be read as KEY=VALUE"),
+    "no key": (["=3"], "command line: "),
+    "null for a group": (["optimizer=null"], "command line: "),
+    "delete nothing": (["~foo"], "Could not delete"),
+    "missing model name": (["model=timm"], "model.name has no value: set model.name=..."),
+    "missing data root": (["data=folder"], "data.root has no value: set data.root=..."),
+    "interpolation": (["data.root=${nope}"], "data.root: Interpolation key 'nope' not found"),
+    "negative batch": (["batch.global=-1"], "batch.global = -1: should be greater than 0"),
+    "wrong type": (["epochs=many"], "epochs = many: should be a valid integer"),
+    "unknown flag": (["--mulitrun"], "unknown flag --mulitrun; did you mean --multirun?"),
+    "no such folder": (["--config-path", "nowhere"], "Primary config directory not found"),
+    "no such file": (["--config-name", "nothing"], "Cannot find primary config 'nothing'"),
+    "name outside the root": (["run.name=../x"], "run.name = ../x: must be a folder name"),
+    "a sweep's bad job": (["-m", "seed=-1,-2", "run.root=/nonexistent"], "seed = -1: should be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(
+    cli: Callable[..., tuple[int, str, str]], argv: list[str], message: str, tmp_path: Path
+) -> None:
+    argv = [a.replace("/nonexistent", str(tmp_path)) for a in argv]
+    code, _, err = cli(*argv)
+    assert code == EXIT_USER_ERROR
+    assert message in err
+    assert err.count("error: ") == (2 if "seed=-1,-2" in argv else 1)  # one a job
+    assert "Traceback" not in err and "Error executing job" not in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["--help"], "groups (files below conf/):"),
+        (["--cfg", "job", "strategy=fsdp"], "shard: full"),
+        (["strategy=fsdp", "--cfg", "job", "-p", "strategy"], "shard: full"),
+        (["--cfg", "job", "model.kwargs.depth=3"], "depth: 3"),
+        (["--cfg", "job", "model.kwargs={depth: 3}"], "depth: 3"),
+    ],
+)
+def test_what_only_prints(
+    cli: Callable[..., tuple[int, str, str]], argv: list[str], shown: str
+) -> None:
+    code, out, err = cli(*argv)
+    assert (code, err) == (EXIT_OK, "")
+    assert shown in out
+
+
+def test_shell_completion(
+    cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "python train.py strategy="
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    code, out, _ = cli("-sc", "query=bash")
+    assert code == EXIT_OK and "strategy=fsdp" in out.split()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--cfg", "job"]], ids=["help", "cfg"])
+def test_help_and_cfg_import_no_torch(argv: list[str]) -> None:
+    code = f"import sys; sys.argv[1:] = {argv!r}; import train; train.main(sys.argv[1:])"
+    code += "; heavy = {'torch', 'timm', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_plan_and_its_refusals(train: Train, tmp_path: Path) -> None:
+    shown = train("plan=true", "batch.global=96", "device=cpu")
+    assert shown.returncode == 0, shown.stderr
+    assert "global batch   96" in shown.stdout
+    refused = train("plan=true", "strategy=single", "launch.processes=4", "device=cpu")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: strategy = single is one process")
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_run_its_repetition_and_a_sweep(train: Train, tmp_path: Path) -> None:
+    small = (
+        "experiment=digits", "model.kwargs={depth: 1, embed_dim: 24, num_heads: 3}",
+        "steps=2", "batch.global=16", "device=cpu", f"data.root={tmp_path}/digits",
+    )  # fmt: skip
+    made = subprocess.run(
+        [sys.executable, "scripts/prepare_data.py", "digits", "--root", str(tmp_path)],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        check=False,
+    )
+    assert made.returncode == 0
+    first = train(*small)
+    assert first.returncode == 0, first.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    names = {p.name for p in run_dir.iterdir()}
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "DONE", "checkpoints"} <= names
+
+    again = train("--config-path", str(run_dir), "--config-name", "config")
+    assert again.returncode == 0 and "already finished" in again.stderr
+
+    sweep = train("-m", *small, "seed=1,2", "launch.processes=1,99", "strategy=single")
+    assert sweep.returncode == 2, sweep.stderr
+    table = sweep.stderr[sweep.stderr.index("exit    top-1") :].splitlines()[1:]
+    assert [line.split()[0] for line in table] == ["0", "2", "0", "2"]
+    assert len({line.split()[-1] for line in table}) == 4
+    done = [p.parent.name for p in (tmp_path / "runs").glob("*seed.*/DONE")]
+    assert len(done) == 2
