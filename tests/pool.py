@@ -97,6 +97,6 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(place)
         try:
             answer = False, function(*args)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - told to the test
             answer = True, traceback.format_exc()
         pipe.send(answer)

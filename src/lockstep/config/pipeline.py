@@ -60,8 +60,8 @@ def read_params(path: Path) -> list[str]:
         chosen = {k: v for k, v in section.items() if k != OVERRIDES and v is not None}
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as exc:
         raise UserError(
-            f"{path}: expected a section {SECTION} of GROUP: OPTION and {OVERRIDES}: [KEY=VALUE, ...]"
-            f" ({' '.join(str(exc).split())})"
+            f"{path}: expected a section {SECTION} of GROUP: OPTION and {OVERRIDES}: [KEY=VALUE, "
+            f"...] ({' '.join(str(exc).split())})"
         ) from exc
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise UserError(f"{path}: {SECTION}.{OVERRIDES} = {words}: must be a list of KEY=VALUE")

@@ -13,18 +13,19 @@ from timm.layers import DropPath
 from torch import nn
 
 _MASK = 0xFFFFFFFF
+_TABLE = "drop_path_keep_and_scale"
 _MULTIPLIER = 0x45D9F3B  # 27 bits: times 32 bits stays below 2**63, so nothing overflows
 
 
-def hash_uniform(seeds: torch.Tensor, salt: int) -> torch.Tensor:
+def hash_uniform(seeds: torch.Tensor, salt: torch.Tensor | int) -> torch.Tensor:
     """Uniform numbers in [0, 1) from non-negative integers.
 
     Args:
-        seeds: [n] int64, non-negative.
-        salt: which of a sample's numbers this is.
+        seeds: int64, non-negative.
+        salt: which of a sample's numbers this is; broadcast with ``seeds``.
 
     Returns:
-        [n] float32, a pure function of the arguments on every device.
+        float32, a pure function of the arguments on every device.
     """
     x = (seeds ^ (seeds >> 32)) & _MASK
     x = (x + salt * 0x9E3779B9) & _MASK
@@ -35,24 +36,20 @@ def hash_uniform(seeds: torch.Tensor, salt: int) -> torch.Tensor:
 
 
 class SampleDropPath(nn.Module):
-    """Drop-in for timm's DropPath (Huang et al. 2016, arXiv:1603.09382) with per-sample seeds."""
+    """Drop-in for timm's DropPath (Huang et al. 2016, arXiv:1603.09382).
 
-    seeds: torch.Tensor | None
+    Holds nothing that tells one layer from another: blocks that are alike share a compiled graph.
+    """
 
-    def __init__(self, drop_prob: float, scale_by_keep: bool, layer: int) -> None:
-        super().__init__()
-        self.keep = 1.0 - drop_prob
-        self.scale = 1.0 / self.keep if scale_by_keep and self.keep > 0 else 1.0
-        self.layer = layer
-        self.seeds = None
+    factor: torch.Tensor | None = None
+    """[n] float32, what to multiply each sample's residual by in this forward pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [n, ...]; a dropped sample's residual is zero."""
-        if not self.training or self.keep == 1.0:
+        if not self.training:
             return x
-        assert self.seeds is not None, "the model was called without seeds"
-        kept = (hash_uniform(self.seeds, self.layer) < self.keep).to(x.dtype) * self.scale
-        return x * kept.view(-1, *[1] * (x.ndim - 1))
+        assert self.factor is not None, "the model was called without seeds"
+        return x * self.factor.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
 
 
 def seed_by_sample(model: nn.Module) -> None:
@@ -60,22 +57,35 @@ def seed_by_sample(model: nn.Module) -> None:
 
     The seeds travel as an argument so that DataParallel scatters them with the images.
     """
-    layer = 0
+    keep, scale = [], []
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, DropPath):
-                drop_prob = float(child.drop_prob or 0.0)
-                setattr(parent, name, SampleDropPath(drop_prob, child.scale_by_keep, layer))
-                layer += 1
-    model.register_forward_pre_hook(_hand_out_seeds, with_kwargs=True)
+        # By attribute, not by named_children: that leaves out a second name of the same child.
+        for name, child in list(parent._modules.items()):
+            if not isinstance(child, DropPath):
+                continue
+            kept = 1.0 - float(child.drop_prob or 0.0)
+            if kept == 1.0:
+                setattr(parent, name, nn.Identity())
+                continue
+            setattr(parent, name, SampleDropPath())
+            keep.append(kept)
+            scale.append(1.0 / kept if child.scale_by_keep and kept > 0.0 else 1.0)
+    if keep:
+        model.register_buffer(_TABLE, torch.tensor([keep, scale]), persistent=False)
+    model.register_forward_pre_hook(_hand_out_factors, with_kwargs=True)
 
 
-def _hand_out_seeds(
+def _hand_out_factors(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """All layers' decisions at once: a few small kernels, not a few for each layer."""
     seeds = kwargs.pop("seeds", None)
     # Looked up in each call: under DataParallel `module` is a replica with children of its own.
-    for child in module.modules():
-        if isinstance(child, SampleDropPath):
-            child.seeds = seeds
+    layers = [child for child in module.modules() if isinstance(child, SampleDropPath)]
+    if layers and seeds is not None and module.training:
+        keep, scale = getattr(module, _TABLE)[:, :, None]
+        numbers = torch.arange(len(layers), device=seeds.device)[:, None]
+        factors = (hash_uniform(seeds[None], numbers) < keep) * scale
+        for layer, factor in zip(layers, factors.unbind(), strict=True):
+            layer.factor = factor
     return args, kwargs

@@ -55,8 +55,8 @@ def compare_runs(a: Path, b: Path, *, tolerance: float) -> Comparison:
     """Compare two run folders.
 
     Losses, gradient norms and weights may differ by ``tolerance``, relative to the larger one, and
-    so many of all evaluated samples may have another verdict; 0 asks for bits. Sample ids and counts
-    are exact. What only one folder has because of keys that are no law (an evaluation at another
+    so many of all evaluated samples may have another verdict; 0 asks for bits. Sample ids and
+    counts are exact. What only one folder has because of keys that are no law (an evaluation at another
     interval) is not compared.
 
     Raises:
