@@ -87,6 +87,8 @@ def compose(
         )
     )
     if config.compile != "off":
+        # Blocks of one class share a cache, in which each shape and mode takes a place.
+        torch._dynamo.config.recompile_limit = 64
         # In place, so that names stay timm's; blocks alone under FSDP, whose hooks lie between.
         for part in blocks(model) if strategy.materialises_meta else [model]:
             part.compile()
@@ -202,9 +204,7 @@ def find_checkpoint(config: Config, store: Store) -> Found | None:
     return found
 
 
-def restore(
-    state: TrainState, store: Store, found: Found, manifest: dict[str, Any]
-) -> list[str]:
+def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, Any]) -> list[str]:
     """Load a checkpoint into ``state``; returns what the user should know of it."""
     check_law(found.meta["law"], manifest["law"])
     for split, digest in manifest["data"].items():

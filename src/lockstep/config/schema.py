@@ -74,7 +74,9 @@ class Strategy(Section):
         description="hsdp: processes that share one copy of the model; null: those of one node, "
         "or half of them on a single node"
     )
-    cpu_offload: bool = Field(description="fsdp: keep parameters and optimiser state in host memory")
+    cpu_offload: bool = Field(
+        description="fsdp: keep parameters and optimiser state in host memory"
+    )
     prefetch: NonNegativeInt = Field(description="fsdp: blocks gathered ahead of the running one")
     sync_batchnorm: bool = Field(description="batch statistics over all processes of a micro-batch")
     static_graph: bool = Field(description="ddp: the graph is the same in every step")

@@ -71,7 +71,8 @@ def seed_by_sample(model: nn.Module) -> None:
             keep.append(kept)
             scale.append(1.0 / kept if child.scale_by_keep and kept > 0.0 else 1.0)
     if keep:
-        model.register_buffer(_TABLE, torch.tensor([keep, scale]), persistent=False)
+        table = torch.tensor([keep, scale], device=next(model.parameters()).device)
+        model.register_buffer(_TABLE, table, persistent=False)
     model.register_forward_pre_hook(_hand_out_factors, with_kwargs=True)
 
 
