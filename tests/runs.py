@@ -12,7 +12,6 @@ from lockstep import worker
 from lockstep.config.bind import bind
 from lockstep.config.plan import Machine, Plan
 from lockstep.config.schema import Config
-from lockstep.data.digits import digit_files
 from lockstep.errors import Stopped
 from lockstep.launch.prepare import prepare
 from tests.conftest import REPOSITORY
@@ -32,6 +31,8 @@ def configure(*overrides: str) -> Config:
 
 def write_few_digits(root: Path, *, train: int, val: int, classes: int) -> Path:
     """Some of the handwritten digits as an ImageFolder; returns ``root``."""
+    from lockstep.data.digits import digit_files  # needs scikit-learn, which GPU machines may lack
+
     left = {"train": train, "val": val}
     for path, data in sorted(digit_files().items(), key=lambda item: Path(item[0]).name):
         split, label, _ = path.split("/")

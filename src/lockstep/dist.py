@@ -35,7 +35,8 @@ def init(device_type: str, timeout_seconds: float, *, group_of_one: bool) -> tor
         torch.cuda.set_device(device)
     alone: dict[str, Any] = {}
     if "WORLD_SIZE" not in os.environ:
-        alone = {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
+        store = torch_dist.HashStore()  # type: ignore[attr-defined]
+        alone = {"store": store, "rank": 0, "world_size": 1}
     if group_of_one or not alone:
         torch_dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",

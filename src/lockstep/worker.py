@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import platform
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import torchvision
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lockstep import __version__, dist
 from lockstep.checkpoint.export import export_weights, git_revision
@@ -118,6 +120,8 @@ def compose(
     manifest = {
         "law": law(config),
         "data": {"train": train_loader.source.digest, "val": val_loader.source.digest},
+        "classes": train_loader.source.classes,
+        "git": git_revision(Path.cwd()),
         "versions": versions(),
         "world_size": dist.world_size(),
         "micro_batch": plan.micro_batch,
@@ -206,6 +210,11 @@ def find_checkpoint(config: Config, store: Store) -> Found | None:
 
 def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, Any]) -> list[str]:
     """Load a checkpoint into ``state``; returns what the user should know of it."""
+    if missing := [k for k in ("law", "data", "progress") if k not in found.meta]:
+        raise UserError(
+            f"{found.path}: not a checkpoint of a run (its manifest lacks {', '.join(missing)}): "
+            "resume from another, or start with resume=never"
+        )
     check_law(found.meta["law"], manifest["law"])
     for split, digest in manifest["data"].items():
         if found.meta["data"][split] != digest:
@@ -253,28 +262,42 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
             "classes": t.train_loader.source.classes,
             "metrics": summary,
             "data": t.manifest["data"],
-            "git": git_revision(Path.cwd()),
-            "versions": versions(),
+            "git": t.manifest["git"],
+            "versions": t.manifest["versions"],
         }
         export_weights(weights, run_dir / "model.safetensors", card=card)
         atomic_write(run_dir / "DONE", json.dumps(summary, indent=2).encode())
 
     dist.on_main(write)
     t.telemetry.close(summary)
+    dist.on_main(lambda: print(told(summary), flush=True))
     return summary
+
+
+def told(summary: dict[str, Any]) -> str:
+    """How the run ended and what to type next."""
+    run = summary["run"]
+    best = f" (best {summary['best_top1']:.2f} % at step {summary['best_step']})"
+    left_out = (
+        f"\n  left out  {summary['left_out']} unreadable images" if summary["left_out"] else ""
+    )
+    return f"""
+top-1 {summary["top1"]:.2f} % of {summary["count"]:,} images{best}{left_out}
+  run       {run}
+  evaluate  python scripts/evaluate.py {run}
+  weights   {run}/model.safetensors (timm.create_model(..., checkpoint_path=...))
+  plan      python train.py plan=true strategy=fsdp model=vit"""
 
 
 def whole_weights(state: TrainState) -> dict[str, torch.Tensor]:
     """Unsharded evaluation weights on rank 0's CPU; elsewhere empty. All ranks enter here."""
-    from contextlib import nullcontext
-
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     swapped = state.ema.swapped() if state.ema is not None else nullcontext()
     with swapped, state.statistics.whole():
+        state.statistics.set_batches_tracked(state.progress.micro_batches)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        # A copy: on the CPU these are the live tensors, which leave `whole` after this line.
-        return {k: v.clone() for k, v in get_model_state_dict(state.model, options=options).items()}
+        whole: dict[str, Any] = get_model_state_dict(state.model, options=options)
+        # A copy: on the CPU these are the live tensors, which change when `whole` ends.
+        return {name: tensor.clone() for name, tensor in whole.items()}
 
 
 def versions() -> dict[str, str]:

@@ -1,24 +1,25 @@
-"""Real models on real JPEGs on a GPU: every precision, every strategy through NCCL.
+"""Whole runs on CUDA: ResNet-50 and ViT-B on ImageNet's own JPEGs, every strategy and precision.
 
-The images are a sample of ImageNet, not part of the project: one JPEG for each of 500 classes, here
-grouped into ten. ``LOCKSTEP_IMAGENET_SAMPLE`` names the tar where it lies elsewhere.
+The images come from a sample of ImageNet, ``imagenet_sample.tar`` or its unpacked ``train/``:
+beside the repository in ``shared/data``, or where LOCKSTEP_IMAGENET_SAMPLE says.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import socket
+import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lockstep.launch.prepare import machine
-from tests.conftest import REPOSITORY
+from lockstep.config.plan import Machine
+from tests.conftest import REPOSITORY, free_port
 from tests.runs import configure, plan_of, records, train_one_rank
 
 pytestmark = [
@@ -26,165 +27,220 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SAMPLE = Path(
-    os.environ.get(
-        "LOCKSTEP_IMAGENET_SAMPLE", REPOSITORY.parent / "shared/data/imagenet_sample.tar"
-    )
-)
-STEPS = 5
-Losses = Callable[..., tuple[list[float], list[str]]]
+DEVICE = "cuda"
+NUM_GPUS = torch.cuda.device_count()
+NUM_VAL = 50
+STEPS = 4
+BASE = [
+    *("data=folder", "data.on_error=stop", "augment=standard", "schedule=constant"),
+    *("batch.global=32", "batch.micro=16", f"steps={STEPS}", f"evaluate.batch={NUM_VAL}"),
+    *("evaluate.every_epochs=null", "checkpoint.every_epochs=null", "telemetry.console=false"),
+    *(f"device={DEVICE}", "precision.initial_scale=1024"),
+]
 MODELS = {
-    "resnet50": ["model=resnet50", "optimizer=sgd", "augment=standard"],
-    "vit": ["model=vit", "optimizer=adamw", "optimizer.lr=3e-4", "augment=strong"],
+    "resnet50": [
+        "model=resnet50",
+        "optimizer=sgd",
+        "optimizer.lr=0.01",
+        "optimizer.base_batch=null",
+    ],
+    "vit": ["model=vit", "optimizer.lr=1e-4"],
 }
-NCCL = {
+SMALL = {
+    "resnet18": ["model=resnet18", *MODELS["resnet50"][1:]],
+    "vit": ["model=vit_tiny", "+model.kwargs.depth=3", "model.drop_path=0.1", "optimizer.lr=1e-4"],
+}
+SHARED = {
     "ddp": ["strategy=ddp"],
-    "fsdp full": ["strategy=fsdp"],
+    "fsdp": ["strategy=fsdp"],
     "fsdp grad_op": ["strategy=fsdp", "strategy.shard=grad_op"],
     "hsdp": ["strategy=hsdp"],
 }
-TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 3e-2}
-"""Relative, of the loss over five steps in which it moves by tens of percent."""
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not SAMPLE.exists():
-        pytest.skip(f"no ImageNet sample at {SAMPLE}")
-    root = tmp_path_factory.mktemp("images")
-    with tarfile.open(SAMPLE) as archive:
-        archive.extractall(root / "raw", filter="data")
-    for i, file in enumerate(sorted(root.rglob("*.JPEG"))):
-        split = "val" if i % 5 == 4 else "train"
-        folder = root / split / f"group{i // 50}"
-        folder.mkdir(parents=True, exist_ok=True)
-        file.rename(folder / file.name)
+    """The sample as an ImageFolder of ten made-up classes; every tenth image is validated, too."""
+    default = REPOSITORY.parent / "shared/data/imagenet_sample.tar"
+    sample = Path(os.environ.get("LOCKSTEP_IMAGENET_SAMPLE", default))
+    if sample.is_dir() and (sample / default.name).is_file():
+        sample = sample / default.name
+    if not sample.exists():
+        pytest.skip(f"no ImageNet sample at {sample}: set LOCKSTEP_IMAGENET_SAMPLE")
+    root = tmp_path_factory.mktemp("imagenet")
+    if sample.is_file():
+        with tarfile.open(sample) as tar:
+            tar.extractall(root / "sample", filter="data")
+        sample = root / "sample"
+    paths = sorted(sample.glob("train/*/*.JPEG"))
+    assert len(paths) >= 10 * NUM_VAL, f"{sample}: {len(paths)} images below train/"
+    for i, path in enumerate(paths[: 10 * NUM_VAL]):
+        splits = ["train", "val"] if i // 10 % 10 == 0 else ["train"]
+        for split in splits:
+            link = root / split / f"class{i % 10}" / path.name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
     return root
 
 
+class Trainer:
+    """Trains in this process, or on a pool with one process a GPU; keeps the records alone."""
+
+    def __init__(self, pool: Any, images: Path, folder: Path) -> None:
+        self._pool = pool
+        self._images = images
+        self._folder = folder
+        self._done: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+
+    def __call__(self, *overrides: str, processes: int = 1) -> list[dict[str, Any]]:
+        """Step records of a run, trained at the first call."""
+        key = (*overrides, str(processes))
+        if key not in self._done:
+            run = self._folder / str(len(self._done))
+            self.start(run, *overrides, processes=processes)
+            assert [e["count"] for e in records(run, "eval")] == [NUM_VAL]
+            self._done[key] = records(run, "step")
+            shutil.rmtree(run)
+        return self._done[key]
+
+    def start(self, run: Path, *overrides: str, processes: int = 1) -> None:
+        torch._dynamo.reset()
+        config = configure(
+            *BASE, f"data.root={self._images}", f"launch.processes={processes}", *overrides
+        )
+        cores = len(os.sched_getaffinity(0))
+        plan = plan_of(config, Machine(NUM_GPUS, cores, gpu_memory_bytes=None))
+        if processes > 1:
+            self._pool(processes, train_one_rank, config, plan, run)
+            return
+        with group_of_one() if plan.strategy not in ("single", "dp") else nothing():
+            train_one_rank(config, plan, run)
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """What an agent would tell a process that is alone: NCCL is used all the same."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in place.items():
+            patch.setenv(name, value)
+        yield
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
 @pytest.fixture(scope="module")
-def losses(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Losses:
-    """Losses and sample digests of a short training, each computed once."""
-    folder = tmp_path_factory.mktemp("runs")
-    known: dict[tuple[str, ...], tuple[list[float], list[str]]] = {}
-
-    def train(model: str, *overrides: str) -> tuple[list[float], list[str]]:
-        key = (model, *overrides)
-        if key not in known:
-            config = configure(
-                "data=folder",
-                f"data.root={images}",
-                "device=cuda",
-                f"steps={STEPS}",
-                "batch.global=32",
-                "batch.micro=16",
-                "launch.processes=1",
-                "evaluate.every_epochs=null",
-                "checkpoint.every_epochs=null",
-                "telemetry.console=false",
-                *MODELS[model],
-                *overrides,
-            )
-            run_dir = folder / str(len(known))
-            assert train_one_rank(config, plan_of(config, machine()), run_dir)
-            (evaluation,) = records(run_dir, "eval")
-            assert evaluation["count"] == 100
-            steps = records(run_dir, "step")
-            known[key] = ([s["loss"] for s in steps], [s["sample_digest"] for s in steps])
-        return known[key]
-
-    return train
+def trained(pool: Any, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(pool, images, tmp_path_factory.mktemp("runs"))
 
 
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a group of one, as torchrun describes it."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    values = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    for name, value in {**values, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
+def check_trained(steps: list[dict[str, Any]]) -> None:
+    assert [s["samples_seen"] for s in steps] == [32 * (i + 1) for i in range(STEPS)]
+    assert all(math.isfinite(s[key]) for s in steps for key in ("loss", "grad_norm"))
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_precision_trains(losses: Losses, model: str, precision: str) -> None:
-    got, digests = losses(model, "strategy=single", f"precision={precision}")
-    expected, expected_digests = losses(model, "strategy=single", "precision=fp32")
-    assert digests == expected_digests and len(set(digests)) == STEPS
-    assert all(math.isfinite(loss) for loss in got)
-    assert got == pytest.approx(expected, rel=TOLERANCE[precision])
-
-
-@pytest.mark.parametrize("strategy", NCCL)
-@pytest.mark.parametrize("model", MODELS)
-def test_nccl_gives_the_same_run(losses: Losses, nccl: None, model: str, strategy: str) -> None:
-    got, digests = losses(model, *NCCL[strategy], "precision=fp32")
-    expected, expected_digests = losses(model, "strategy=single", "precision=fp32")
-    assert digests == expected_digests
-    assert got == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp full"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("model", MODELS)
-def test_half_precision_through_nccl(
-    losses: Losses, nccl: None, model: str, precision: str, strategy: str
+def check_same_run(
+    steps: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float
 ) -> None:
-    got, _ = losses(model, *NCCL[strategy], f"precision={precision}")
-    expected, _ = losses(model, "strategy=single", "precision=fp32")
-    assert got == pytest.approx(expected, rel=TOLERANCE[precision])
+    check_trained(steps)
+    for key in ("step", "lr", "sample_digest"):
+        assert [s[key] for s in steps] == [s[key] for s in expected], key
+    losses = [s["loss"] for s in expected]
+    assert [s["loss"] for s in steps] == pytest.approx(losses, rel=tolerance)
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+def test_every_precision_trains(trained: Trainer, model: str, precision: str) -> None:
+    steps = trained(*MODELS[model], "strategy=single", f"precision={precision}")
+    check_trained(steps)
+    exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
+    check_same_run(steps, exact, tolerance=0.1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shared", SHARED)
+def test_same_run(trained: Trainer, shared: str, model: str) -> None:
+    """One process, but the whole way through NCCL."""
+    steps = trained(*MODELS[model], *SHARED[shared], "precision=fp32")
+    exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
+    check_same_run(steps, exact, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shared", ["ddp", "fsdp"])
+def test_half_precision_is_shared(trained: Trainer, shared: str, model: str) -> None:
+    steps = trained(*MODELS[model], *SHARED[shared], "precision=bf16")
+    exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
+    check_same_run(steps, exact, tolerance=0.1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_compiled(trained: Trainer, strategy: str, model: str) -> None:
+    options = [*MODELS[model], f"strategy={strategy}", "precision=fp32", "compile=default"]
+    exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
+    check_same_run(trained(*options), exact, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("model", SMALL)
+def test_dp(trained: Trainer, model: str) -> None:
+    """All GPUs in one process; batch.micro is each device's part."""
+    steps = trained(*SMALL[model], "strategy=dp", "precision=fp32")
+    exact = trained(*SMALL[model], "strategy=single", "precision=fp32")
+    check_same_run(steps, exact, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("model", SMALL)
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(["strategy=dp"], id="dp"),
         pytest.param(["strategy=fsdp", "strategy.cpu_offload=true"], id="offload"),
         pytest.param(["strategy=fsdp", "strategy.meta_init=true"], id="meta init"),
-        pytest.param(
-            ["strategy=single", "model.activation_checkpointing=true"], id="checkpointing"
-        ),
+        pytest.param(["strategy=fsdp", "strategy.prefetch=2"], id="prefetch"),
+        pytest.param(["strategy=dp", "model.activation_checkpointing=true"], id="dp, recompute"),
+        pytest.param(["strategy=fsdp", "model.activation_checkpointing=true"], id="recompute"),
+        pytest.param(["strategy=ddp", "strategy.sync_batchnorm=true"], id="synchronised BatchNorm"),
     ],
 )
-def test_options_change_nothing(losses: Losses, change: list[str]) -> None:
-    got, digests = losses("vit", *change, "precision=fp32")
-    expected, expected_digests = losses("vit", "strategy=single", "precision=fp32")
-    assert digests == expected_digests
-    assert got == pytest.approx(expected, rel=1e-3)
+def test_same_run_with(trained: Trainer, model: str, change: list[str]) -> None:
+    steps = trained(*SMALL[model], "precision=fp32", *change)
+    exact = trained(*SMALL[model], "strategy=single", "precision=fp32")
+    check_same_run(steps, exact, tolerance=1e-3)
 
 
 @pytest.mark.parametrize(
-    "strategy", [["strategy=single"], ["strategy=fsdp"]], ids=["single", "fsdp"]
+    "model, first, then",
+    [("resnet50", "single", "ddp"), ("vit", "fsdp", "single")],
+    ids=["resnet50", "vit"],
 )
-def test_compiled_vit(losses: Losses, strategy: list[str]) -> None:
-    got, _ = losses("vit", *strategy, "precision=bf16", "compile=default")
-    expected, _ = losses("vit", "strategy=single", "precision=fp32")
-    assert got == pytest.approx(expected, rel=TOLERANCE["bf16"])
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("strategy", NCCL)
-@pytest.mark.parametrize("model", MODELS)
-def test_all_gpus_give_the_same_run(
-    losses: Losses, train: Any, images: Path, tmp_path: Path, model: str, strategy: str
+def test_interrupted_run(
+    trained: Trainer, tmp_path: Path, model: str, first: str, then: str
 ) -> None:
-    done = train(
-        "data=folder",
-        f"data.root={images}",
-        f"steps={STEPS}",
-        "batch.global=32",
-        "batch.micro=16",
-        "run.name=all",
-        "evaluate.every_epochs=null",
-        "telemetry.console=false",
-        *MODELS[model],
-        *NCCL[strategy],
-        CUDA_VISIBLE_DEVICES=",".join(str(i) for i in range(torch.cuda.device_count())),
-    )
+    options = [*MODELS[model], "precision=fp32"]
+    trained.start(tmp_path, *options, f"strategy={first}", "stop_at=2")
+    assert len(records(tmp_path, "step")) == 2
+    trained.start(tmp_path, *options, f"strategy={then}")
+    exact = trained(*options, "strategy=single")
+    check_same_run(records(tmp_path, "step"), exact, tolerance=1e-3)
+    shutil.rmtree(tmp_path / "checkpoints")
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shared", SHARED)
+def test_same_run_on_all_gpus(
+    trained: Trainer, train: Any, images: Path, tmp_path: Path, shared: str, model: str
+) -> None:
+    """Through train.py, each run in processes of its own, as users have it."""
+    options = [*BASE, f"data.root={images}", *MODELS[model], *SHARED[shared], "precision=fp32"]
+    visible = ",".join(str(i) for i in range(NUM_GPUS))
+    done = train(*options, "run.name=all", CUDA_VISIBLE_DEVICES=visible)
     assert done.returncode == 0, done.stderr
-    expected, expected_digests = losses(model, "strategy=single", "precision=fp32")
-    steps = records(tmp_path / "runs/all", "step")
-    assert [s["sample_digest"] for s in steps] == expected_digests
-    assert [s["loss"] for s in steps] == pytest.approx(expected, rel=1e-3)
+    exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
+    check_same_run(records(tmp_path / "runs/all", "step"), exact, tolerance=1e-3)

@@ -41,7 +41,7 @@ def test_the_hash_is_pinned() -> None:
 
 def test_the_hash_is_uniform_and_layers_are_independent() -> None:
     numbers = torch.stack([hash_uniform(SEEDS, layer) for layer in range(8)])
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     counts = torch.stack([torch.histc(n, 16, 0, 1) for n in numbers])
     assert (counts - 256).abs().max() < 5 * 256**0.5
     correlation = torch.corrcoef(numbers) - torch.eye(8)

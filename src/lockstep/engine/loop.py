@@ -68,7 +68,12 @@ def fit(t: Training) -> dict[str, EvalResult]:
         Stopped: asked to stop; everything is saved.
     """
     progress, plan = t.state.progress, t.plan
-    recorder = Recorder(t.device, t.telemetry.step, all_samples_count=t.train_loader.stops_on_error)
+    recorder = Recorder(
+        t.device,
+        t.telemetry.step,
+        all_samples_count=t.train_loader.stops_on_error,
+        overflow_is_skipped=t.state.scaler.enabled,
+    )
     recorder.restart_clock(t.train_loader.wait_seconds)
     while progress.step < plan.total_steps:
         for window, batches in epoch_windows(t):

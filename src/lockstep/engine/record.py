@@ -38,15 +38,18 @@ class Recorder:
         emit: Callable[[dict[str, Any]], None],
         *,
         all_samples_count: bool,
+        overflow_is_skipped: bool,
     ) -> None:
         """
         Args:
             emit: takes a finished record, in step order.
             all_samples_count: no sample may be left out (``data.on_error=stop``).
+            overflow_is_skipped: a non-finite gradient changes no weights (fp16's loss scaler).
         """
         self._device = device
         self._emit = emit
         self._exact = all_samples_count
+        self._overflow_is_skipped = overflow_is_skipped
         self._lag = 2 if device.type == "cuda" else 0
         self._pending: deque[_Pending] = deque()
         self.stop_requested = False
@@ -115,9 +118,14 @@ class Recorder:
         record["sample_digest"] = digest_text(digest)
         self._emit(record)
         self.stop_requested |= stop > 0
+        broken = None
         if not math.isfinite(loss):
+            broken = f"the loss is {record['loss']}"
+        elif not math.isfinite(norm) and not self._overflow_is_skipped:
+            broken = f"the gradient norm is {norm}"
+        if broken is not None:
             raise UserError(
-                f"step {record['step']}: the loss is {loss / max(samples, 1.0)} (learning rate "
-                f"{record['lr']:g}); nothing was saved after it. Lower optimizer.lr, set "
-                "optimizer.clip_grad_norm, or use precision=bf16 instead of fp16"
+                f"step {record['step']}: {broken} (learning rate {record['lr']:g}); nothing was "
+                "saved after it. Lower optimizer.lr, set optimizer.clip_grad_norm, or use "
+                "precision=bf16 instead of fp16"
             )

@@ -13,7 +13,7 @@ from timm.layers import DropPath
 from torch import nn
 
 _MASK = 0xFFFFFFFF
-_TABLE = "drop_path_keep_and_scale"
+_TABLE, _NUMBERS = "drop_path_keep_and_scale", "drop_path_layers"
 _MULTIPLIER = 0x45D9F3B  # 27 bits: times 32 bits stays below 2**63, so nothing overflows
 
 
@@ -73,6 +73,9 @@ def seed_by_sample(model: nn.Module) -> None:
     if keep:
         table = torch.tensor([keep, scale], device=next(model.parameters()).device)
         model.register_buffer(_TABLE, table, persistent=False)
+        # Loaded, not counted in the graph: compiled code may count in 32 bits and overflow.
+        numbers = torch.arange(len(keep), device=table.device)
+        model.register_buffer(_NUMBERS, numbers, persistent=False)
     model.register_forward_pre_hook(_hand_out_factors, with_kwargs=True)
 
 
@@ -85,8 +88,9 @@ def _hand_out_factors(
     layers = [child for child in module.modules() if isinstance(child, SampleDropPath)]
     if layers and seeds is not None and module.training:
         keep, scale = getattr(module, _TABLE)[:, :, None]
-        numbers = torch.arange(len(layers), device=seeds.device)[:, None]
-        factors = (hash_uniform(seeds[None], numbers) < keep) * scale
+        numbers = getattr(module, _NUMBERS)
+        assert len(numbers) == len(layers)
+        factors = (hash_uniform(seeds[None], numbers[:, None]) < keep) * scale
         for layer, factor in zip(layers, factors.unbind(), strict=True):
             layer.factor = factor
     return args, kwargs

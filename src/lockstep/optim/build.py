@@ -32,7 +32,8 @@ def parameter_groups(model: nn.Module, cfg: Optimizer, no_decay: set[str]) -> li
     plain = {
         n
         for n, p in named
-        if not cfg.decay_bias_and_norm and (p.ndim <= 1 or n.endswith(".bias") or n in no_decay)
+        if not cfg.decay_bias_and_norm
+        and (p.ndim <= 1 or n.rpartition(".")[2] == "bias" or n in no_decay)
     }
     groups = [
         {"params": [p for n, p in named if n not in plain], "weight_decay": cfg.weight_decay},

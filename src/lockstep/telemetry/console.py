@@ -184,11 +184,11 @@ class LiveConsole(Console):
         super().__init__(total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
             # Where room is short the bar gives way, not the numbers.
-            MofNCompleteColumn(table_column=Column(min_width=2 * len(str(total_steps)) + 1)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(table_column=Column(min_width=len("0:00:00"))),
+            TimeRemainingColumn(),
             console=RichConsole(file=stream),
             expand=True,
         )

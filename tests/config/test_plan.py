@@ -1,0 +1,404 @@
+"""The plan: all arithmetic of a run, and every refusal, from plain facts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.config.plan import GIB, DataFacts, Machine, ModelFacts, Plan, make_plan
+from lockstep.errors import UserError
+from tests.runs import configure
+
+CPU = Machine(num_gpus=0, cores=4, gpu_memory_bytes=None)
+EIGHT = Machine(num_gpus=8, cores=64, gpu_memory_bytes=80 * GIB)
+DATA = DataFacts(num_train=1000, num_val=100, num_classes=10)
+MODEL = ModelFacts(
+    parameters=1_000_000, forward_flops=10**9, activation_bytes=10**6, has_batchnorm=False
+)
+BATCHNORM = replace(MODEL, has_batchnorm=True)
+
+
+def plan(
+    *overrides: str, machine: Machine = CPU, data: DataFacts = DATA, model: ModelFacts = MODEL
+) -> Plan:
+    return make_plan(configure(*overrides), machine, data, model)
+
+
+# --- arithmetic -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "machine, overrides, expected",
+    [
+        pytest.param(CPU, [], {"strategy": "single", "world_size": 1}, id="cpu alone"),
+        pytest.param(
+            CPU, ["launch.processes=3"], {"strategy": "ddp", "world_size": 3}, id="cpu processes"
+        ),
+        pytest.param(
+            EIGHT, [], {"device": "cuda", "strategy": "ddp", "world_size": 8}, id="all GPUs"
+        ),
+        pytest.param(
+            EIGHT, ["launch.processes=1"], {"strategy": "single", "world_size": 1}, id="one GPU"
+        ),
+        pytest.param(
+            EIGHT,
+            ["device=cpu"],
+            {"device": "cpu", "strategy": "single", "world_size": 1, "gpu_memory_bytes": None},
+            id="cpu although GPUs",
+        ),
+        pytest.param(
+            EIGHT,
+            ["strategy=dp"],
+            {"world_size": 1, "devices_per_process": 8},
+            id="dp takes all GPUs",
+        ),
+        pytest.param(
+            EIGHT, ["strategy=single"], {"world_size": 1, "devices_per_process": 1}, id="single"
+        ),
+        pytest.param(
+            EIGHT,
+            ["launch.nodes=2", "launch.rendezvous=node0:29500"],
+            {"world_size": 16, "strategy": "ddp"},
+            id="two nodes",
+        ),
+        pytest.param(EIGHT, ["strategy=fsdp"], {"shard_processes": 8}, id="fsdp shards over all"),
+        pytest.param(
+            EIGHT, ["strategy=fsdp", "strategy.shard=none"], {"shard_processes": 1}, id="fsdp none"
+        ),
+        pytest.param(EIGHT, ["strategy=hsdp"], {"shard_processes": 4}, id="hsdp: half a node"),
+        pytest.param(
+            EIGHT,
+            ["strategy=hsdp", "launch.nodes=2", "launch.rendezvous='[::1]:29500'"],
+            {"shard_processes": 8, "world_size": 16},
+            id="hsdp: a node",
+        ),
+        pytest.param(
+            EIGHT, ["strategy=hsdp", "strategy.shard_processes=2"], {"shard_processes": 2}, id="2x4"
+        ),
+        pytest.param(
+            CPU, ["strategy=hsdp", "launch.processes=1"], {"shard_processes": 1}, id="hsdp alone"
+        ),
+    ],
+)
+def test_devices(machine: Machine, overrides: list[str], expected: dict[str, Any]) -> None:
+    result = plan(*overrides, machine=machine)
+    assert {key: getattr(result, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "size, processes, micro, expected",
+    [
+        pytest.param(64, 1, None, (64, None, 1), id="whole batch"),
+        pytest.param(64, 4, None, (16, None, 1), id="even slices"),
+        pytest.param(20, 3, None, (7, None, 1), id="slices that differ by one"),
+        pytest.param(64, 4, 8, (8, 8, 2), id="accumulation"),
+        pytest.param(64, 4, 16, (16, 16, 1), id="micro is the slice"),
+        pytest.param(20, 3, 4, (4, 4, 2), id="idle in the last round"),
+        pytest.param(64, 1, 10, (10, 10, 7), id="micro does not divide"),
+        pytest.param(2, 4, None, (1, None, 1), id="fewer samples than processes"),
+        pytest.param(64, 1, 64, (64, 64, 1), id="micro is the batch"),
+        pytest.param(1, 1, None, (1, None, 1), id="one sample"),
+    ],
+)
+def test_batches(
+    size: int, processes: int, micro: int | None, expected: tuple[int, int | None, int]
+) -> None:
+    given = [] if micro is None else [f"batch.micro={micro}"]
+    result = plan(f"batch.global={size}", f"launch.processes={processes}", *given)
+    assert (result.micro_batch, result.fixed_micro, result.accumulation) == expected
+    assert result.micro_batch * result.accumulation * processes >= size
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        pytest.param(["batch.global=100", "epochs=3"], (10, 30, 100), id="divides"),
+        pytest.param(["batch.global=64", "epochs=3"], (16, 48, 40), id="last window is shorter"),
+        pytest.param(["batch.global=64", "steps=5"], (16, 5, 40), id="steps instead of epochs"),
+        pytest.param(["batch.global=64", "steps=500"], (16, 500, 40), id="steps beyond epochs"),
+        pytest.param(["batch.global=5000", "epochs=2"], (1, 2, 1000), id="more than there is"),
+        pytest.param(["batch.global=999", "epochs=1"], (2, 2, 1), id="one sample left"),
+    ],
+)
+def test_steps(overrides: list[str], expected: tuple[int, int, int]) -> None:
+    result = plan(*overrides)
+    assert (result.steps_per_epoch, result.total_steps, result.last_window) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        pytest.param(["schedule.warmup_epochs=2"], 32, id="epochs"),
+        pytest.param(["schedule.warmup_epochs=0.5"], 8, id="part of an epoch"),
+        pytest.param(["schedule.warmup_epochs=0"], 0, id="none"),
+        pytest.param(["schedule.warmup_epochs=99"], 160, id="at most half of the run"),
+        pytest.param(["schedule.warmup_epochs=2", "steps=1"], 0, id="one step"),
+    ],
+)
+def test_warm_up(overrides: list[str], expected: int) -> None:
+    assert plan("batch.global=64", "epochs=20", *overrides).warmup_steps == expected
+
+
+@pytest.mark.parametrize(
+    "overrides, lr, rule",
+    [
+        pytest.param(["optimizer.base_batch=null"], 0.1, "as given", id="as given"),
+        pytest.param(["optimizer.base_batch=256"], 0.025, "0.1 x 64 / 256", id="linear scaling"),
+        pytest.param(["optimizer.base_batch=32"], 0.2, "0.1 x 64 / 32", id="scaled up"),
+    ],
+)
+def test_learning_rate(overrides: list[str], lr: float, rule: str) -> None:
+    result = plan("batch.global=64", "optimizer=sgd", "optimizer.lr=0.1", *overrides)
+    assert result.peak_lr == pytest.approx(lr)
+    assert rule in result.lr_rule
+
+
+def test_learning_rate_does_not_depend_on_the_processes() -> None:
+    one, many = (plan("optimizer=sgd", f"launch.processes={n}") for n in (1, 8))
+    assert one.peak_lr == many.peak_lr
+
+
+@pytest.mark.parametrize(
+    "overrides, threads",
+    [
+        pytest.param([], 4, id="all cores"),
+        pytest.param(["launch.processes=3"], 1, id="shared, rounded down"),
+        pytest.param(["launch.processes=9"], 1, id="at least one"),
+        pytest.param(["data.workers=7"], 7, id="given"),
+    ],
+)
+def test_threads(overrides: list[str], threads: int) -> None:
+    assert plan(*overrides).threads == threads
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def memory(*overrides: str) -> dict[str, int]:
+    return plan(*overrides, "batch.global=64", machine=EIGHT).memory_bytes
+
+
+WEIGHTS = 4 * MODEL.parameters
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        pytest.param(
+            ["strategy=single"],
+            {"parameters": WEIGHTS, "gradients": WEIGHTS, "optimiser": 2 * WEIGHTS, "ema": 0},
+            id="single adamw",
+        ),
+        pytest.param(["optimizer=sgd"], {"optimiser": WEIGHTS}, id="sgd with momentum"),
+        pytest.param(
+            ["optimizer=sgd", "optimizer.kwargs.momentum=0"], {"optimiser": 0}, id="plain sgd"
+        ),
+        pytest.param(["ema.enabled=true"], {"ema": WEIGHTS}, id="ema"),
+        pytest.param(
+            ["strategy=fsdp", "ema.enabled=true"],
+            {
+                "parameters": WEIGHTS // 8,
+                "gradients": WEIGHTS // 8,
+                "optimiser": 2 * WEIGHTS // 8,
+                "ema": WEIGHTS // 8,
+            },
+            id="fsdp full",
+        ),
+        pytest.param(
+            ["strategy=fsdp", "strategy.shard=grad_op"],
+            {"parameters": WEIGHTS, "gradients": WEIGHTS // 8},
+            id="fsdp grad_op",
+        ),
+        pytest.param(
+            ["strategy=hsdp"], {"parameters": WEIGHTS // 4, "gradients": WEIGHTS // 4}, id="hsdp"
+        ),
+        pytest.param(["strategy=ddp"], {"activations": 8 * 10**6}, id="activations of a slice"),
+        pytest.param(["precision=bf16"], {"activations": 4 * 10**6}, id="half precision"),
+        pytest.param(["batch.micro=2"], {"activations": 2 * 10**6}, id="micro-batch"),
+    ],
+)
+def test_memory(overrides: list[str], expected: dict[str, int]) -> None:
+    found = memory(*overrides)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_checkpointing_and_offload_need_less() -> None:
+    assert memory("model.activation_checkpointing=true")["activations"] < memory()["activations"]
+    assert set(memory("strategy=fsdp", "strategy.cpu_offload=true")) == {"activations"}
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, facts, message",
+    [
+        pytest.param(
+            ["launch.processes=9"],
+            {"machine": EIGHT},
+            "launch.processes = 9, but 8 GPU(s) are visible: use launch.processes=8, or device=cpu",
+            id="more processes than GPUs",
+        ),
+        pytest.param(["device=cuda"], {}, "device = cuda, but no GPU is visible", id="no GPU"),
+        pytest.param(
+            ["strategy=ddp", "launch.nodes=2"],
+            {},
+            "launch.nodes = 2 needs launch.rendezvous=HOST:PORT",
+            id="nodes without a place to meet",
+        ),
+        *[
+            pytest.param(
+                [f"launch.rendezvous='{place}'", "launch.nodes=2", "strategy=ddp"],
+                {},
+                f"launch.rendezvous = {place}: expected HOST:PORT",
+                id=f"rendezvous {place}",
+            )
+            for place in ("host", "host:", ":29500", "host:port", "host:0", "host:70000")
+        ],
+        pytest.param(
+            ["strategy=single", "launch.processes=2"],
+            {},
+            "strategy = single is one process, but launch.processes = 2",
+            id="single on two",
+        ),
+        pytest.param(
+            ["strategy=dp", "launch.nodes=2", "launch.rendezvous=a:1"],
+            {},
+            "strategy = dp is one process",
+            id="dp on two nodes",
+        ),
+        pytest.param(
+            ["strategy=hsdp", "launch.processes=6", "strategy.shard_processes=4"],
+            {},
+            "strategy.shard_processes = 4 does not divide 6 processes: use one of 1, 2, 3, 6",
+            id="hsdp does not divide",
+        ),
+        pytest.param(
+            ["strategy=hsdp", "strategy.shard=none", "launch.processes=4"],
+            {},
+            "that is strategy=ddp",
+            id="hsdp that shards nothing",
+        ),
+        pytest.param(
+            ["strategy=ddp", "strategy.cpu_offload=true"],
+            {},
+            "strategy.cpu_offload = true needs strategy=fsdp, not ddp",
+            id="offload without fsdp",
+        ),
+        pytest.param(
+            ["strategy.meta_init=true"],
+            {},
+            "strategy.meta_init = true needs strategy=fsdp, not single",
+            id="meta init without fsdp",
+        ),
+        pytest.param(
+            ["strategy=ddp", "strategy.sync_batchnorm=true"],
+            {"model": BATCHNORM},
+            "strategy.sync_batchnorm = true needs GPUs",
+            id="synchronised BatchNorm on the CPU",
+        ),
+        pytest.param(
+            ["compile=default", "model.activation_checkpointing=true"],
+            {"model": BATCHNORM},
+            "use one of the two",
+            id="compiled checkpointing of BatchNorm",
+        ),
+        pytest.param(
+            ["batch.micro=65", "batch.global=64"],
+            {},
+            "batch.micro = 65 is larger than batch.global = 64",
+            id="micro above global",
+        ),
+        pytest.param(
+            ["steps=5", "stop_at=6"], {}, "stop_at = 6 is after the last step 5", id="stop_at"
+        ),
+        pytest.param(
+            [], {"data": replace(DATA, num_classes=1)}, "has 1 class: at least 2", id="one class"
+        ),
+        pytest.param(
+            ["augment.scale=[0.5,0.1]"], {}, "augment.scale = [0.5, 0.1]", id="range upside down"
+        ),
+        pytest.param(["augment.scale=[0,1]"], {}, "expected 0 < low <= high", id="range from 0"),
+        pytest.param(["augment.ratio=[2,1]"], {}, "augment.ratio = [2.0, 1.0]", id="ratio"),
+        pytest.param(
+            ["schedule.milestones=[0.5,0.2]"],
+            {},
+            "schedule.milestones = [0.5, 0.2]: not ascending",
+            id="milestones",
+        ),
+    ],
+)
+def test_refused(overrides: list[str], facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(*overrides, **facts)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_all_refusals_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        plan("launch.nodes=2", "strategy=single", "batch.micro=99", "stop_at=10000")
+    keys = [line.split()[0] for line in str(caught.value).splitlines()]
+    assert keys == ["strategy", "launch.nodes", "batch.micro", "stop_at"]
+
+
+@pytest.mark.parametrize(
+    "overrides, model, note",
+    [
+        pytest.param(["strategy=ddp", "launch.processes=2"], BATCHNORM, "set batch.micro", id="bn"),
+        pytest.param(
+            ["batch.global=2", "launch.processes=4"], MODEL, "2 of them", id="few samples"
+        ),
+        pytest.param(
+            ["batch.global=20", "batch.micro=4", "launch.processes=3"],
+            MODEL,
+            "5 micro-batches of 4 over 3 devices: 1 of them idle in the last of 2 rounds",
+            id="idle",
+        ),
+        pytest.param(["strategy.sync_batchnorm=true"], MODEL, "no effect", id="no BatchNorm"),
+        pytest.param(["strategy.sync_batchnorm=true"], BATCHNORM, "no effect", id="alone"),
+        pytest.param(["precision=fp16", "ema.enabled=true"], MODEL, "loss scaler", id="fp16"),
+    ],
+)
+def test_notes(overrides: list[str], model: ModelFacts, note: str) -> None:
+    assert any(note in n for n in plan(*overrides, model=model).notes)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["strategy=ddp", "launch.processes=2"], id="no BatchNorm"),
+        pytest.param(["batch.global=24", "batch.micro=4", "launch.processes=3"], id="nobody idle"),
+    ],
+)
+def test_nothing_to_note(overrides: list[str]) -> None:
+    assert plan(*overrides).notes == []
+
+
+# --- on paper ---------------------------------------------------------------------------------
+
+
+def test_json_there_and_back() -> None:
+    result = plan("launch.processes=3", "batch.global=20", "batch.micro=4")
+    raw = json.loads(json.dumps(result.to_json()))
+    assert Plan.from_json(raw) == result
+    assert raw["world_size"] == 3
+
+
+def test_text_tells_what_the_user_asks_for() -> None:
+    text = plan("strategy=dp", "optimizer=sgd", "batch.global=64", machine=EIGHT).text()
+    for told in (
+        "1 node(s) x 1 process(es) on cuda, 8 devices each",
+        "1,000 train, 100 val, 10 classes at 32 px",
+        "64 = up to 8 a forward pass x 8 device(s) x 1 accumulation",
+        "320 (16 an epoch, the last of 40 samples; 32 warm-up)",
+        "0.025 = 0.1 x 64 / 256 (linear scaling)",
+        "1.00 M",
+        "1.00 G an image forward",
+        "GiB of 80",
+        "64 thread(s)",
+    ):
+        assert told in text, told
