@@ -92,8 +92,11 @@ def compose(
         # Blocks of one class share a cache, in which each shape and mode takes a place.
         torch._dynamo.config.recompile_limit = 64
         # In place, so that names stay timm's; blocks alone under FSDP, whose hooks lie between.
-        for part in blocks(model) if strategy.materialises_meta else [model]:
-            part.compile()
+        # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
+        # slower, and inductor fails on BatchNorm's.
+        by_block = strategy.materialises_meta
+        for part in blocks(model) if by_block else [model]:
+            part.compile(dynamic=False if by_block else None)
     if device.type == "cuda" and not strategy.materialises_meta:
         # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.
         model.to(memory_format=torch.channels_last)
