@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,11 @@ import torch.multiprocessing as mp
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_")
+
+
+def pytest_configure() -> None:
+    """A suite started in the background (``&``) ignores Ctrl-C, and its processes would, too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
