@@ -253,7 +253,7 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
         "count": result.count,
         "best_top1": progress.best_top1,
         "best_step": progress.best_step,
-        "left_out": sum(dist.gather_objects(t.train_loader.num_left_out)),
+        "left_out": left_out(t),
     }
     weights = whole_weights(t.state)
 
@@ -277,19 +277,31 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
     return summary
 
 
+def left_out(t: Training) -> dict[str, list[str]]:
+    """Names of the unreadable images of each split, over all ranks. All ranks enter here."""
+    return {
+        split: sorted(
+            {name for names in dist.gather_objects(list(loader.skipped)) for name in names}
+        )
+        for split, loader in (("train", t.train_loader), ("val", t.val_loader))
+    }
+
+
 def told(summary: dict[str, Any]) -> str:
     """How the run ended and what to type next."""
     run = summary["run"]
     best = f" (best {summary['best_top1']:.2f} % at step {summary['best_step']})"
-    left_out = (
-        f"\n  left out  {summary['left_out']} unreadable images" if summary["left_out"] else ""
+    missing = "".join(
+        f"\n  left out  {len(names)} of {split}, unreadable: {', '.join(names[:3])}"
+        + (", ... (all of them in DONE)" if len(names) > 3 else "")
+        for split, names in summary["left_out"].items()
+        if names
     )
     return f"""
-top-1 {summary["top1"]:.2f} % of {summary["count"]:,} images{best}{left_out}
+top-1 {summary["top1"]:.2f} % of {summary["count"]:,} images{best}{missing}
   run       {run}
   evaluate  python scripts/evaluate.py {run}
-  weights   {run}/model.safetensors (timm.create_model(..., checkpoint_path=...))
-  plan      python train.py plan=true strategy=fsdp model=vit"""
+  weights   {run}/model.safetensors (timm.create_model(..., checkpoint_path=...))"""
 
 
 def whole_weights(state: TrainState) -> dict[str, torch.Tensor]:

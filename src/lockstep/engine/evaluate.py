@@ -9,6 +9,7 @@ from lockstep import dist
 from lockstep.config.schema import Precision
 from lockstep.data.loader import Loader
 from lockstep.data.sampler import window_slices
+from lockstep.errors import UserError
 from lockstep.metrics import EvalResult, EvalSums
 from lockstep.strategy.precision import autocast
 
@@ -40,4 +41,9 @@ def evaluate(
     skipped = sum(dist.gather_objects(loader.num_left_out))
     if result.count + skipped < len(loader) or result.count > len(loader):
         raise AssertionError(f"evaluation counted {result.count} of {len(loader)} samples")
+    if result.count == 0:
+        raise UserError(
+            f"none of the {len(loader)} images below {loader.source.folder} can be read: look at "
+            "them with python scripts/prepare_data.py check"
+        )
     return result
