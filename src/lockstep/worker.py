@@ -89,14 +89,7 @@ def compose(
         )
     )
     if config.compile != "off":
-        # Blocks of one class share a cache, in which each shape and mode takes a place.
-        torch._dynamo.config.recompile_limit = 64
-        # In place, so that names stay timm's; blocks alone under FSDP, whose hooks lie between.
-        # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
-        # slower, and inductor fails on BatchNorm's.
-        by_block = strategy.materialises_meta
-        for part in blocks(model) if by_block else [model]:
-            part.compile(dynamic=False if by_block else None)
+        compile_in_place(model, by_block=strategy.materialises_meta)
     if device.type == "cuda" and not strategy.materialises_meta:
         # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.
         model.to(memory_format=torch.channels_last)
@@ -124,7 +117,7 @@ def compose(
         "law": law(config),
         "data": {"train": train_loader.source.digest, "val": val_loader.source.digest},
         "classes": train_loader.source.classes,
-        "git": git_revision(Path.cwd()),
+        "git": dist.on_main(lambda: git_revision(Path.cwd())),
         "versions": versions(),
         "world_size": dist.world_size(),
         "micro_batch": plan.micro_batch,
@@ -174,6 +167,16 @@ def compose(
         manifest=manifest,
         saved_step=state.progress.step if found is not None else -1,
     )
+
+
+def compile_in_place(model: torch.nn.Module, *, by_block: bool) -> None:
+    """Compile without changing names; blocks alone under FSDP, whose hooks lie between them."""
+    # Blocks of one class share a cache, in which each shape and mode takes a place.
+    torch._dynamo.config.recompile_limit = 64
+    for part in blocks(model) if by_block else [model]:
+        # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
+        # slower, and inductor fails on BatchNorm's.
+        part.compile(dynamic=False if by_block else None)
 
 
 def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loader, Loader]:
