@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test lint clean
+.PHONY: help setup data train test drill lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ train: data ## train a small ViT on the embedded data; more overrides in ARGS=".
 
 test: setup data ## run the test suite; pytest arguments in ARGS="..."
 	$(BIN)/python -m pytest $(ARGS)
+
+drill: setup ## break small runs in every way, see what is lost; ARGS="--only SIGKILL --jobs 4"
+	$(BIN)/python scripts/drill.py $(ARGS)
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from lockstep import worker
 from lockstep.config.bind import bind
 from lockstep.config.plan import Machine, Plan
 from lockstep.config.schema import Config
+from lockstep.engine.loop import StopRequest
 from lockstep.errors import Stopped
 from lockstep.launch.prepare import prepare
 from tests.conftest import REPOSITORY
@@ -21,6 +22,7 @@ CPU = Machine(num_gpus=0, cores=1, gpu_memory_bytes=None)
 
 class NeverStop:
     requested: str | None = None
+    regroup = False
 
 
 def configure(*overrides: str) -> Config:
@@ -43,11 +45,13 @@ def write_few_digits(root: Path, *, train: int, val: int, classes: int) -> Path:
     return root
 
 
-def train_one_rank(config: Config, plan: Plan, run_dir: Path) -> dict[str, Any] | None:
+def train_one_rank(
+    config: Config, plan: Plan, run_dir: Path, stop: StopRequest | None = None
+) -> dict[str, Any] | None:
     """Train as the rank that the environment describes: DONE's summary, or None when stopped."""
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
-        return worker.run(config, plan, run_dir, NeverStop())
+        return worker.run(config, plan, run_dir, stop or NeverStop())
     except Stopped:
         return None
 

@@ -16,7 +16,8 @@ import yaml
 
 from lockstep.config.bind import load_config
 from lockstep.launch import launch
-from scripts import compare_runs, evaluate, export, prepare_data, resolve_config
+from lockstep.launch.folder import run_lock
+from scripts import checkpoint, compare_runs, evaluate, export, prepare_data, resolve_config
 from tests.conftest import REPOSITORY, clean_environment
 from tests.runs import configure
 
@@ -75,7 +76,7 @@ def test_evaluate_refuses(
     assert capsys.readouterr().err.startswith(message)
 
 
-@pytest.mark.parametrize("main", [evaluate.main, export.main, compare_runs.main])
+@pytest.mark.parametrize("main", [evaluate.main, export.main, compare_runs.main, checkpoint.main])
 def test_usage(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--nope"])
@@ -121,6 +122,72 @@ def test_compare_a_run_with_an_interrupted_one(
     assert compare_runs.main(pair) == 1
     assert trained(tmp_path, few_digits, "stopped") == 0
     assert compare_runs.main(pair) == 0
+
+
+def test_checkpoint(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: object, code: int = 0) -> list[str]:
+        assert checkpoint.main([str(word) for word in words]) == code
+        told = capsys.readouterr()
+        return (told.err if code == 2 else told.out).splitlines()
+
+    run = tmp_path / "run"
+    shutil.copytree(runs["single"], run)
+    older = run / "checkpoints/step-3"
+    shutil.rmtree(older)
+    torn = run / "checkpoints/step-5.tmp"
+    header, *rows = said("list", run)
+    assert header.split() == ["step", "top-1", "when", "MB", "state"]
+    assert rows[0].split()[:2] == ["4", f"{top1(run):.2f}"] and rows[0].endswith("newest, best")
+    assert said("verify", run)[0].startswith("step-4: good, ")
+
+    consolidated = tmp_path / "new/model.safetensors"
+    (line,) = said("consolidate", run, consolidated, "--step", 4, "--weights", "raw")
+    assert line == f"{consolidated}: raw weights of step 4"
+    assert consolidated.read_bytes() == (run / "model.safetensors").read_bytes()
+    assert evaluate.main([str(consolidated)]) == 0
+    assert f"top-1 {top1(run):.2f} %" in capsys.readouterr().out
+
+    shutil.copytree(run / "checkpoints/step-4", older)  # holds another step than it says
+    torn.mkdir()
+    assert said("verify", run, code=1)[1].startswith("step-3: damaged: holds step 4, ")
+    assert [line.split()[:3] for line in said("prune", run, "--keep-last", 1, "--dry-run")] == [
+        ["would", "delete", "step-3"],
+        ["would", "delete", "step-5.tmp"],
+        ["kept:", "step-4"],
+    ]
+    with run_lock(run):
+        (line,) = said("prune", run, "--keep-last", 1, code=2)
+        assert line.startswith(f"error: run folder {run} is in use by process ")
+        assert older.exists() and torn.exists()
+    assert said("prune", run, "--keep-last", 1)[-1] == "kept: step-4"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param("list gone", "error: gone: no such folder", id="nowhere"),
+        pytest.param("prune gone --keep-last 1", "error: gone: no such folder", id="no run"),
+        pytest.param("consolidate {run} x.safetensors --step 9", "its steps: 3, 4", id="no step"),
+        pytest.param("consolidate {run} x.bin", "x.bin: the file's name must end in", id="name"),
+        pytest.param("consolidate {run} x.safetensors --weights ema", "--weights ema", id="ema"),
+        pytest.param("prune {run} --keep-last 0", "must be 1 or more", id="keep nothing"),
+        pytest.param("prune {run}", "--keep-last", id="keep what"),
+    ],
+)
+def test_checkpoint_refuses(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    words = [word.format(run=runs["single"]) for word in arguments.split()]
+    try:
+        code = checkpoint.main(words)
+    except SystemExit as exc:  # of the argument parser
+        code = int(exc.code or 0)
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not Path("gone").exists()
 
 
 def test_check_writes_its_findings(few_digits: Path, tmp_path: Path) -> None:

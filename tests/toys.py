@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.config.schema import Optimizer, Precision
+from lockstep.config.schema import Guard, Optimizer, Precision
 from lockstep.config.schema import Strategy as StrategyConfig
 from lockstep.data.loader import Batch
 from lockstep.data.sampler import MicroSlice
@@ -20,6 +20,10 @@ from lockstep.strategy import Strategy, build_strategy
 from lockstep.strategy.precision import LossScaler
 
 CPU = torch.device("cpu")
+
+
+def nowhere(phase: str) -> None:
+    """Hears where a step is, and forgets."""
 
 
 def precision(name: str = "fp32", *, scale: float = 1024.0, interval: int = 3) -> Precision:
@@ -41,6 +45,16 @@ def strategy_config(**changes: Any) -> StrategyConfig:
         "meta_init": False,
     }
     return StrategyConfig(**(values | changes))
+
+
+def guard_config(**changes: Any) -> Guard:
+    values: dict[str, Any] = {
+        "nonfinite": "stop",
+        "spike": None,
+        "max_incidents": 3,
+        "straggler": 1.5,
+    }
+    return Guard(**(values | changes))
 
 
 def optimizer_config(name: str = "sgd", **changes: Any) -> Optimizer:

@@ -22,3 +22,7 @@ class UserError(Exception):
 
 class Stopped(Exception):
     """The run was asked to stop, saved its state and can be resumed (:data:`EXIT_STOPPED`)."""
+
+
+class Regroup(Stopped):
+    """Saved everything in order to go on in a group of other size."""

@@ -217,11 +217,11 @@ def evaluate_weights(
 def export(weights: Weights, to: Path) -> None:
     """Write weights as safetensors with their card. Raises UserError where that fails."""
     if to.suffix != ".safetensors":
-        raise UserError(f"--to {to}: the file's name must end in .safetensors")
+        raise UserError(f"{to}: the file's name must end in .safetensors")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise UserError(f"--to {to}: cannot make its folder ({exc.strerror})") from exc
+        raise UserError(f"{to}: cannot make its folder ({exc.strerror})") from exc
     export_weights(weights.state, to, card=weights.card)
 
 

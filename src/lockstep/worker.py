@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import platform
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from lockstep.config.plan import Plan
 from lockstep.config.schema import Config
 from lockstep.data.loader import Loader
 from lockstep.data.source import FolderSource
+from lockstep.engine.guard import RollBack
 from lockstep.engine.loop import StopRequest, Training, fit, main_result
 from lockstep.engine.state import Progress, TrainState
-from lockstep.errors import UserError
+from lockstep.errors import Stopped, UserError
 from lockstep.models.batchnorm import RunningStatistics
 from lockstep.models.build import blocks, build, no_decay_names
 from lockstep.optim.build import build_optimizer
@@ -35,6 +37,7 @@ from lockstep.optim.ema import WeightAverage
 from lockstep.strategy import build_strategy
 from lockstep.strategy.precision import LossScaler, set_matmul_precision
 from lockstep.telemetry import Telemetry, open_telemetry
+from lockstep.telemetry.phases import Phases
 
 
 def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[str, Any]:
@@ -52,21 +55,65 @@ def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[st
         group_of_one=plan.strategy in ("fsdp", "hsdp"),
     )
     try:
-        training = compose(config, plan, run_dir, device, stop)
+        summary = _train(config, plan, run_dir, device, stop)
+    except (UserError, Stopped):
+        dist.shutdown()
+        raise
+    # After a crash the group is left to the end of the process: peers may be gone, and leaving
+    # could wait for them.
+    dist.shutdown()
+    return summary
+
+
+def _train(
+    config: Config, plan: Plan, run_dir: Path, device: torch.device, stop: StopRequest
+) -> dict[str, Any]:
+    """Compose and train; anew after each rollback, which goes on like any other resume."""
+    skipped: list[int] = []
+    reasons: list[str] = []
+    while True:
+        training = compose(config, plan, run_dir, device, stop, skipped=skipped, notes=reasons)
         try:
             fit(training)
-        except BaseException:
-            training.telemetry.close(None)
+            return finish(config, training, run_dir)
+        except RollBack as exc:
+            training.store.wait()
+            skipped = sorted({*training.state.progress.skipped_steps, *exc.steps})
+            reasons.append(f"{exc}: rolling back, its update will be left out")
+            if len(reasons) > config.guard.max_incidents:
+                raise UserError(
+                    f"{exc}; that would be more than guard.max_incidents = "
+                    f"{config.guard.max_incidents} rollbacks of one start: lower optimizer.lr or "
+                    "look at these samples"
+                ) from exc
+        except UserError:
+            with suppress(UserError):  # the first is the one to be told
+                training.store.wait()
             raise
-        return finish(config, training, run_dir)
-    finally:
-        dist.shutdown()
+        finally:
+            training.telemetry.close(None)
+            training.phases.close()
+        del training  # or the new one would not fit beside it
 
 
 def compose(
-    config: Config, plan: Plan, run_dir: Path, device: torch.device, stop: StopRequest
+    config: Config,
+    plan: Plan,
+    run_dir: Path,
+    device: torch.device,
+    stop: StopRequest,
+    *,
+    skipped: Sequence[int] = (),
+    notes: Sequence[str] = (),
 ) -> Training:
-    """Build every part, restore the newest checkpoint, open telemetry. All ranks enter here."""
+    """Build every part, restore the newest checkpoint, open telemetry. All ranks enter here.
+
+    Args:
+        skipped: steps whose updates are left out.
+        notes: what the user should know first.
+    """
+    phases = Phases(run_dir / "logs", dist.rank(), config.launch.timeout_seconds)
+    phases.enter("start", 0)
     set_matmul_precision(config.precision)
     train_loader, val_loader = dist.together(lambda: build_loaders(config, plan, device))
 
@@ -123,9 +170,12 @@ def compose(
         "micro_batch": plan.micro_batch,
     }
     store = Store(
-        run_dir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        run_dir,
+        keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        asynchronous=config.checkpoint.asynchronous,
     )
-    notes: list[str] = []
+    notes = list(notes)
     found = find_checkpoint(config, store)
     if found is not None:
         notes += restore(state, store, found, manifest)
@@ -133,6 +183,7 @@ def compose(
         statistics.split(statistics.buffers)
         if state.ema is not None:
             statistics.split(state.ema.buffers)
+    state.progress.skipped_steps = sorted({*state.progress.skipped_steps, *skipped})
     telemetry = dist.on_main_only(
         lambda: open_telemetry(
             config.telemetry,
@@ -154,6 +205,7 @@ def compose(
         precision=config.precision,
         evaluation=config.evaluate,
         checkpoint=config.checkpoint,
+        guard=config.guard,
         label_smoothing=config.augment.label_smoothing,
         stop_at=config.stop_at,
         device=device,
@@ -163,6 +215,7 @@ def compose(
         val_loader=val_loader,
         store=store,
         telemetry=telemetry,
+        phases=phases,
         stop=stop,
         manifest=manifest,
         saved_step=state.progress.step if found is not None else -1,
@@ -235,6 +288,12 @@ def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, A
     notes = [*found.notes, f"resumed from {found.path.name}"]
     before = (meta["world_size"], meta["micro_batch"])
     now = (manifest["world_size"], manifest["micro_batch"])
+    if before[0] != now[0]:
+        pace = before[0] / now[0]
+        notes.append(
+            f"{before[0]} process(es) became {now[0]}: the run is the same, a step takes about "
+            + (f"{pace:.1f} times as long" if pace > 1 else f"{pace:.2f} of the time")
+        )
     if state.statistics.buffers and before[1] != now[1]:
         notes.append(
             f"micro-batch {before[1]} became {now[1]} and the model has BatchNorm: the curve may "
@@ -257,6 +316,7 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
         "best_top1": progress.best_top1,
         "best_step": progress.best_step,
         "left_out": left_out(t),
+        "skipped_steps": progress.skipped_steps,
     }
     weights = whole_weights(t.state)
 

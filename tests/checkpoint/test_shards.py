@@ -68,7 +68,7 @@ def zeros_like(tensors: shards.Tensors) -> shards.Tensors:
 
 
 def open_store(run_dir: Path) -> Store:
-    return Store(run_dir, keep_last=1, keep_best=False)
+    return Store(run_dir, keep_last=1, keep_best=False, asynchronous=False)
 
 
 def test_all_kinds_of_tensors_without_a_process_group(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,24 @@ def tensors(value: float, size: int = 6) -> shards.Tensors:
 
 
 def open_store(run_dir: Path, *, keep_last: int = 2, keep_best: bool = False) -> Store:
-    return Store(run_dir, keep_last=keep_last, keep_best=keep_best)
+    return Store(run_dir, keep_last=keep_last, keep_best=keep_best, asynchronous=True)
+
+
+def save(checkpoints: Store, *args: Any, **kwargs: Any) -> None:
+    """Save and wait, so that what the thread met is raised here."""
+    checkpoints.save(*args, **kwargs)
+    checkpoints.wait()
 
 
 def saved(run_dir: Path, *steps: int, **options: Any) -> Store:
     result = open_store(run_dir, **options)
     for step in steps:
-        result.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+        save(result, step, tensors(float(step)), META | {"saved": step}, metric=None)
     return result
 
 
 def names(run_dir: Path) -> set[str]:
-    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+    return {path.name for path in (run_dir / "checkpoints").iterdir()} - {store.LATEST}
 
 
 def found_step(run_dir: Path) -> int:
@@ -56,6 +63,10 @@ def found_step(run_dir: Path) -> int:
     assert meta == META | {"saved": found.step}
     assert set(target["model"]["weight"].flatten().tolist()) == {found.step}
     return found.step
+
+
+def found_nothing(run_dir: Path) -> bool:
+    return not list((run_dir / "checkpoints").glob("step-*/COMMITTED"))
 
 
 # --- saving and retaining ---------------------------------------------------------------------
@@ -81,14 +92,14 @@ def test_retention(
 ) -> None:
     checkpoints = open_store(tmp_path, keep_last=keep_last, keep_best=keep_best)
     for step, metric in enumerate(metrics, start=1):
-        checkpoints.save(step, tensors(float(step)), META, metric=metric)
+        save(checkpoints, step, tensors(float(step)), META, metric=metric)
     assert names(tmp_path) == {f"step-{step}" for step in kept}
 
 
 def test_an_intact_step_is_not_saved_again(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1)
     inode = (tmp_path / "checkpoints" / "step-1").stat().st_ino
-    checkpoints.save(1, tensors(1.0), META, metric=None)
+    save(checkpoints, 1, tensors(1.0), META, metric=None)
     assert (tmp_path / "checkpoints" / "step-1").stat().st_ino == inode
 
 
@@ -106,7 +117,7 @@ def test_damaged_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
         flip_bit(tmp_path / "checkpoints" / f"step-{step}" / "__0_0.distcp")
     resumed = open_store(tmp_path, keep_last=2)
     assert resumed.find() is not None
-    resumed.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
+    save(resumed, 2, tensors(2.0), META | {"saved": 2}, metric=None)
     assert names(tmp_path) == {"step-1", "step-2"}
     assert found_step(tmp_path) == 2
 
@@ -121,10 +132,102 @@ def test_what_cannot_be_deleted_does_not_fail_the_save(
 
     with monkeypatch.context() as patched:
         patched.setattr(store, "remove", refuse)
-        checkpoints.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
+        save(checkpoints, 2, tensors(2.0), META | {"saved": 2}, metric=None)
     assert names(tmp_path) == {"step-1", "step-2"}
-    checkpoints.save(3, tensors(3.0), META | {"saved": 3}, metric=None)
+    save(checkpoints, 3, tensors(3.0), META | {"saved": 3}, metric=None)
     assert names(tmp_path) == {"step-3"}
+
+
+def test_the_metric_of_a_step_may_come_later(tmp_path: Path) -> None:
+    """Stopped in the evaluation: saved without, and once more with what the next start found."""
+    checkpoints = saved(tmp_path, 1)
+    save(checkpoints, 1, tensors(1.0), META | {"saved": 1}, metric=50.0)
+    found = open_store(tmp_path).find()
+    assert found is not None and found.metric == 50.0
+    save(checkpoints, 1, tensors(1.0), META | {"saved": 1}, metric=None)
+    found = open_store(tmp_path).find()
+    assert found is not None and found.metric == 50.0
+
+
+def test_latest_leads_to_the_newest(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3)
+    assert (tmp_path / "checkpoints" / store.LATEST).readlink() == Path("step-3")
+
+
+# --- behind the training ----------------------------------------------------------------------
+
+
+def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: Any) -> None:
+    """The save is held up until training has changed everything."""
+    changed = threading.Event()
+    real = shards.write
+
+    def slow(*args: Any) -> None:
+        assert changed.wait(30)
+        real(*args)
+
+    monkeypatch.setattr(shards, "write", slow)
+    checkpoints = open_store(tmp_path)
+    live = tensors(1.0)
+    checkpoints.save(1, live, META | {"saved": 1}, metric=None)
+    checkpoints.before_update()
+    for group in live.values():
+        for tensor in group.values():
+            tensor.fill_(-7.0)
+    assert found_nothing(tmp_path)
+    changed.set()
+    checkpoints.wait()
+    assert found_step(tmp_path) == 1
+
+
+def test_one_save_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
+    running, most = [0], [0]
+    real = shards.write
+
+    def count(*args: Any) -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        real(*args)
+        running[0] -= 1
+
+    monkeypatch.setattr(shards, "write", count)
+    checkpoints = open_store(tmp_path, keep_last=9)
+    for step in range(1, 6):
+        checkpoints.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+    checkpoints.wait()
+    assert most == [1]
+    assert names(tmp_path) == {f"step-{step}" for step in range(1, 6)}
+
+
+def test_a_failed_save_is_known_and_told_by_the_next(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 1)
+    with file_size_limit(0):
+        checkpoints.save(2, tensors(2.0), META, metric=None)
+        checkpoints._in_flight._thread.join()  # type: ignore[union-attr]
+    assert checkpoints.failed
+    with pytest.raises(UserError, match="disk full while saving step 2"):
+        checkpoints.save(3, tensors(3.0), META, metric=None)
+    assert not checkpoints.failed
+    save(checkpoints, 3, tensors(3.0), META | {"saved": 3}, metric=None)
+    assert found_step(tmp_path) == 3
+
+
+def _save_beside_collectives(run_dir: Path) -> None:
+    checkpoints = open_store(run_dir)
+    for step in range(1, 4):
+        checkpoints.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+        for i in range(50):
+            total = dist.all_reduce_sum_(torch.tensor([float(i)]))
+            assert total.item() == i * dist.world_size()
+    checkpoints.wait()
+    found = checkpoints.find()
+    assert found is not None and found.step == 3
+
+
+def test_saving_does_not_meet_the_collectives_of_training(
+    run_processes: Callable[..., None], tmp_path: Path
+) -> None:
+    run_processes(3, _save_beside_collectives, tmp_path)
 
 
 # --- finding ----------------------------------------------------------------------------------
@@ -249,7 +352,7 @@ CRASHES: dict[str, tuple[Callable[[], None], int]] = {
         _die_at("manifest.atomic_write", lambda path, _: path.name == COMMITTED),
         2,
     ),
-    "before the rename": (_die_at("Path.rename", lambda path, _: path.name == "step-3.tmp"), 2),
+    "before the rename": (_die_at("Path.rename", lambda path, _: path.name == "step-3.tmp"), 3),
     "after the rename": (
         _die_at("store.sync_folder", lambda path: (path / "step-3").exists()),
         3,
@@ -287,7 +390,7 @@ def test_killed_while_saving(tmp_path: Path, patch: Callable[[], None], survivor
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, limit: int) -> None:
     checkpoints = saved(tmp_path, 1)
     with file_size_limit(limit), pytest.raises(UserError) as caught:
-        checkpoints.save(2, tensors(2.0, size=5000), META, metric=None)
+        save(checkpoints, 2, tensors(2.0, size=5000), META, metric=None)
     assert str(caught.value).startswith("disk full while saving step 2: ")
     assert "the previous checkpoint step-1 is intact" in str(caught.value)
     assert names(tmp_path) == {"step-1"}
@@ -319,7 +422,7 @@ def _save_on_a_full_disk(run_dir: Path) -> None:
     rank, world = dist.rank(), dist.world_size()
     with file_size_limit(9000 if rank == world - 1 else 10**9):
         try:
-            checkpoints.save(2, big, META, metric=None)
+            save(checkpoints, 2, big, META, metric=None)
             raise AssertionError("saved on a full disk")
         except UserError as exc:
             assert "disk full while saving step 2" in str(exc)
@@ -328,7 +431,7 @@ def _save_on_a_full_disk(run_dir: Path) -> None:
     assert len(set(messages)) == 1
     assert names(run_dir) == {"step-1"}
     # Room was made: the same processes go on.
-    checkpoints.save(2, big, META, metric=None)
+    save(checkpoints, 2, big, META, metric=None)
     found = checkpoints.find()
     assert found is not None and found.step == 2
     assert {f"__{r}_0.distcp" for r in range(world)} < set(found.files)

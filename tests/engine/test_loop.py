@@ -146,5 +146,5 @@ def test_a_learning_rate_that_blows_up(config: Any, tmp_path: Path) -> None:
     cfg = config(
         "optimizer=sgd", "optimizer.lr=1e30", "schedule=constant", "optimizer.base_batch=null"
     )
-    with pytest.raises(UserError, match=r"learning rate 1e\+30.*Lower optimizer.lr"):
+    with pytest.raises(UserError, match=r"Learning rate 1e\+30.*Lower optimizer.lr"):
         train_one_rank(cfg, plan_of(cfg), tmp_path)

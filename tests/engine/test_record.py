@@ -9,15 +9,22 @@ import pytest
 import torch
 
 from lockstep import dist
+from lockstep.engine.guard import StepGuard, StragglerWatch
 from lockstep.engine.record import Recorder
 from lockstep.engine.step import StepSums, digest_of, digest_text
 from lockstep.errors import UserError
+from lockstep.telemetry import Telemetry
 from tests.pool import on_group
-from tests.toys import CPU
+from tests.toys import CPU, guard_config
+
+FEW: Any = None  # names samples, which no step here has to
 
 
 def sums(loss: float, ids: list[int]) -> StepSums:
-    return StepSums(torch.tensor(loss), len(ids), digest_of(ids))
+    result = StepSums.on(CPU)
+    result.loss += loss
+    result.samples, result.digest = len(ids), digest_of(ids)
+    return result
 
 
 def submit(
@@ -31,14 +38,32 @@ def submit(
     norm: float = 2.0,
 ) -> None:
     record = {"kind": "step", "step": step, "lr": 0.5}
-    recorder.submit(record, what, torch.tensor(norm), window=window, waited=waited, stop=stop)
+    recorder.submit(
+        record,
+        what,
+        torch.tensor(norm),
+        window=window,
+        waited=waited,
+        stop=stop,
+        regroup=False,
+        left_out=False,
+    )
 
 
 def recorder_and_records(
     *, exact: bool = True, skips: bool = False
 ) -> tuple[Recorder, list[dict[str, Any]]]:
     records: list[dict[str, Any]] = []
-    recorder = Recorder(CPU, records.append, all_samples_count=exact, overflow_is_skipped=skips)
+    telemetry = Telemetry([])
+    telemetry.step = records.append  # type: ignore[method-assign,assignment]
+    recorder = Recorder(
+        CPU,
+        telemetry,
+        StepGuard(guard_config(), FEW, []),
+        StragglerWatch(None),
+        all_samples_count=exact,
+        overflow_is_skipped=skips,
+    )
     return recorder, records
 
 

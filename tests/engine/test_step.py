@@ -16,7 +16,7 @@ from lockstep.engine.state import TrainState
 from lockstep.engine.step import StepSums, digest_of, digest_text, micro_step, update
 from lockstep.optim.ema import WeightAverage
 from lockstep.strategy import Strategy
-from tests.toys import batch_of, network, optimizer_config, precision, state_of
+from tests.toys import CPU, batch_of, network, nowhere, optimizer_config, precision, state_of
 
 IMAGES = torch.randn(12, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.randint(5, (12,), generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,7 @@ def accumulate(
     targets: torch.Tensor = TARGETS,
     smoothing: float = 0.0,
 ) -> StepSums:
-    sums = StepSums(torch.zeros(()))
+    sums = StepSums.on(CPU)
     slices = window_slices(0, len(IMAGES), micro, 0, 1)
     for i, piece in enumerate(slices):
         micro_step(
@@ -44,6 +44,7 @@ def accumulate(
             window=len(IMAGES),
             last=i == len(slices) - 1,
             label_smoothing=smoothing,
+            enter=nowhere,
         )
     return sums
 
@@ -97,9 +98,19 @@ def test_an_unreadable_image_counts_nothing() -> None:
 def test_a_dummy_changes_nothing(norm: bool) -> None:
     state, strategy = state_of(network(batchnorm=norm))
     before = copy.deepcopy(state.model.state_dict())
-    sums = StepSums(torch.zeros(()))
+    sums = StepSums.on(CPU)
     dummy = batch_of(IMAGES, TARGETS, MicroSlice(12, 12, 4))
-    micro_step(state, strategy, precision(), dummy, sums, window=12, last=True, label_smoothing=0.0)
+    micro_step(
+        state,
+        strategy,
+        precision(),
+        dummy,
+        sums,
+        window=12,
+        last=True,
+        label_smoothing=0.0,
+        enter=nowhere,
+    )
     after = state.model.state_dict()
     for name in before:
         assert "tracked" in name or torch.equal(after[name], before[name]), name
@@ -110,9 +121,19 @@ def test_a_dummy_changes_nothing(norm: bool) -> None:
 def test_a_lone_sample_of_a_batchnorm_model() -> None:
     """BatchNorm takes it twice; the loss counts it once."""
     state, strategy = state_of(network(batchnorm=True))
-    sums = StepSums(torch.zeros(()))
+    sums = StepSums.on(CPU)
     lone = batch_of(IMAGES, TARGETS, MicroSlice(3, 4, 0))
-    micro_step(state, strategy, precision(), lone, sums, window=1, last=True, label_smoothing=0.0)
+    micro_step(
+        state,
+        strategy,
+        precision(),
+        lone,
+        sums,
+        window=1,
+        last=True,
+        label_smoothing=0.0,
+        enter=nowhere,
+    )
     model = network(batchnorm=True)
     loss = nn.functional.cross_entropy(model(IMAGES[[3, 3]]), TARGETS[[3, 3]])
     loss.backward()
@@ -154,7 +175,19 @@ def test_update_against_torch(clip: float | None) -> None:
     )
     for _ in range(2):
         accumulate(state, strategy)
-        seen.append(float(update(state, strategy, lr=0.3, clip=clip, num_micro_batches=1)))
+        seen.append(
+            float(
+                update(
+                    state,
+                    strategy,
+                    lr=0.3,
+                    clip=clip,
+                    num_micro_batches=1,
+                    leave_out=False,
+                    check_loss=None,
+                )
+            )
+        )
     assert state.progress.step == 2 and state.progress.micro_batches == 2
     assert not gradients(state.model)
     expected = []
@@ -177,7 +210,19 @@ def test_the_loss_scale_leaves_no_trace(clip: float | None) -> None:
     norms = []
     for state, using in ((scaled, strategy), (plain, other)):
         accumulate(state, using)
-        norms.append(float(update(state, using, lr=0.3, clip=clip, num_micro_batches=1)))
+        norms.append(
+            float(
+                update(
+                    state,
+                    using,
+                    lr=0.3,
+                    clip=clip,
+                    num_micro_batches=1,
+                    leave_out=False,
+                    check_loss=None,
+                )
+            )
+        )
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     torch.testing.assert_close(
         dict(scaled.model.named_parameters()), dict(plain.model.named_parameters())
@@ -189,7 +234,9 @@ def test_an_overflow_skips_the_update_alone() -> None:
     accumulate(state, strategy)
     next(state.model.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
     before = copy.deepcopy(state.model.state_dict())
-    norm = update(state, strategy, lr=0.3, clip=1.0, num_micro_batches=2)
+    norm = update(
+        state, strategy, lr=0.3, clip=1.0, num_micro_batches=2, leave_out=False, check_loss=None
+    )
     assert not torch.isfinite(norm)
     torch.testing.assert_close(state.model.state_dict(), before, rtol=0, atol=0)
     assert state.scaler.scale == 512.0
@@ -202,7 +249,9 @@ def test_update_moves_the_average_and_ends_the_window() -> None:
     state.ema = WeightAverage(state.model, [], Ema(enabled=True, decay=0.5, warmup=False))
     before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
     accumulate(state, strategy, micro=5)
-    update(state, strategy, lr=0.3, clip=None, num_micro_batches=3)
+    update(
+        state, strategy, lr=0.3, clip=None, num_micro_batches=3, leave_out=False, check_loss=None
+    )
     for name, parameter in state.model.named_parameters():
         expected = 0.5 * before[name] + 0.5 * parameter.detach()
         torch.testing.assert_close(state.ema.shadow[name], expected)

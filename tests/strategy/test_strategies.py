@@ -21,7 +21,7 @@ from lockstep.strategy import STRATEGIES
 from lockstep.strategy.ddp import DDPStrategy
 from lockstep.strategy.fsdp import FSDPStrategy
 from tests.pool import on_group
-from tests.toys import CPU, batch_of, network, precision, state_of, strategy_of
+from tests.toys import CPU, batch_of, network, nowhere, precision, state_of, strategy_of
 
 IMAGES = torch.randn(20, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.randint(5, (20,), generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def check_gradient(name: str, shard: str, micro: int | None) -> None:
     )
     grads, loss, norm = reference()
     for _ in range(2):  # the second time nothing of the first may be left
-        sums = StepSums(torch.zeros(()))
+        sums = StepSums.on(CPU)
         for i, piece in enumerate(slices):
             micro_step(
                 state,
@@ -63,6 +63,7 @@ def check_gradient(name: str, shard: str, micro: int | None) -> None:
                 window=len(IMAGES),
                 last=i == len(slices) - 1,
                 label_smoothing=0.1,
+                enter=nowhere,
             )
         found = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-6)

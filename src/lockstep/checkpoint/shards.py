@@ -27,18 +27,21 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.serialization import _get_layout
+from torch.serialization import _get_layout, set_crc32_options
 
 from lockstep import dist
+from lockstep.checkpoint.staging import Tensors
 from lockstep.errors import UserError
-
-Tensors = dict[str, dict[str, torch.Tensor]]
-"""Group ("model", "optimizer", "ema") to name to tensor: plain or DTensor, on any device."""
 
 INDEX = ".metadata"
 """Name of DCP's own list of what is where."""
 _UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError)
 _NUM_NAMED = 3
+
+# The manifest has checksums; a second one would hold Python's lock, and training waits for that.
+set_crc32_options(False)
+# DCP's hint on every save of a single process.
+warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
 
 
 def write(folder: Path, tensors: Tensors) -> None:
@@ -52,6 +55,7 @@ def write(folder: Path, tensors: Tensors) -> None:
             _flat(tensors),
             storage_writer=_Writer(folder),
             planner=DefaultSavePlanner(flatten_state_dict=False),
+            process_group=dist.thread_group(),
         )
 
 
@@ -248,12 +252,10 @@ class _ReportingFileSystem(FileSystem):
 
 @contextmanager
 def _dcp_call() -> Iterator[None]:
-    """Raise the cause instead of DCP's wrapper, the same on every rank; no hint on single runs."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
-        try:
-            yield
-        except CheckpointException as exc:
-            causes = [cause for _, (cause, _) in sorted(exc.failures.items())]
-            # An OSError first: other ranks may merely have noticed it.
-            raise next((c for c in causes if isinstance(c, OSError)), causes[0]) from exc
+    """Raise the cause instead of DCP's wrapper, the same on every rank."""
+    try:
+        yield
+    except CheckpointException as exc:
+        causes = [cause for _, (cause, _) in sorted(exc.failures.items())]
+        # An OSError first: other ranks may merely have noticed it.
+        raise next((c for c in causes if isinstance(c, OSError)), causes[0]) from exc

@@ -1,7 +1,8 @@
 """Checkpoints of a run: save on all ranks, commit, retain, find the newest good one, load. Level 4.
 
 A save fills ``step-N.tmp`` and renames it to ``step-N`` when all of it is durable: whatever
-interrupts it leaves the earlier checkpoints as they were.
+interrupts it leaves the earlier checkpoints as they were. It runs in a thread behind the training,
+one at a time, on copies in host memory and through a process group of its own.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lockstep import dist
 from lockstep.checkpoint import shards
@@ -30,9 +34,11 @@ from lockstep.checkpoint.manifest import (
     sync_folder,
     verify,
 )
-from lockstep.checkpoint.shards import Tensors
+from lockstep.checkpoint.staging import Staged, Staging, Tensors
 from lockstep.errors import UserError
 
+LATEST = "latest"
+"""A link to the newest checkpoint, for people and tools; resuming looks for itself."""
 _PARTIAL = ".tmp"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -54,47 +60,99 @@ class Found:
 class Store:
     """The checkpoints of one run folder. All ranks enter every method."""
 
-    def __init__(self, run_dir: Path, *, keep_last: int, keep_best: bool) -> None:
+    def __init__(
+        self, run_dir: Path, *, keep_last: int, keep_best: bool, asynchronous: bool
+    ) -> None:
         """
         Args:
             keep_last: how many of the newest checkpoints survive a save.
             keep_best: the one of the highest metric survives, too.
+            asynchronous: :meth:`save` returns while the files are still written.
         """
         assert keep_last >= 1
         self._folder = run_dir / "checkpoints"
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._damaged: set[Path] = set()
+        self._asynchronous = asynchronous
+        self._staging = Staging()
+        self._group = dist.second_group() if asynchronous else None
+        self._in_flight: _Save | None = None
 
     def save(
-        self, step: int, tensors: Tensors, meta: dict[str, Any], *, metric: float | None
+        self,
+        step: int,
+        tensors: Tensors,
+        meta: dict[str, Any],
+        *,
+        metric: float | None,
+        changing: Collection[torch.Tensor] = (),
     ) -> None:
-        """Write, commit and retain; returns when everything is durable.
+        """Write, commit and retain, behind the training if the store is asynchronous.
 
-        A step that is committed and intact stays as it is: the state of a run after a step is the
-        same however it got there. A damaged one is replaced. An asynchronous save may take the
-        place of ``shards.write``: all that follows needs is durable files.
+        Waits for the save before it. A step that is committed and intact stays as it is, unless it
+        lacks the metric that is known now: the state of a run after a step is the same however it
+        got there. A damaged one is replaced.
 
         Args:
-            tensors: each rank's shards; the same keys on every rank.
+            tensors: each rank's shards; the same keys on every rank. With an asynchronous store,
+                call :meth:`before_update` before they change.
             meta: plain JSON values, those of rank 0 count.
             metric: higher is better; None or non-finite: no candidate for the best.
+            changing: tensors that may change before :meth:`before_update` is called.
 
         Raises:
-            UserError: on every rank, when one of them cannot write. Nothing is left of this save
-                and the earlier checkpoints are intact.
+            UserError: on every rank, when one of them cannot write this save or, with an
+                asynchronous store, the one before it. Nothing is left of the failed save and the
+                earlier checkpoints are intact.
         """
+        self.wait()
+        if not self._asynchronous:
+            self._save(step, tensors, meta, metric)
+            return
+        staged = self._staging.copy(tensors, changing)
+
+        def work() -> None:
+            with dist.using(self._group):
+                staged.wait()
+                self._save(step, staged.tensors, meta, metric)
+
+        self._in_flight = _Save(staged, work)
+
+    def before_update(self) -> None:
+        """Say that what is being saved will change. Not a collective; the host does not wait."""
+        if self._in_flight is not None:
+            self._in_flight.staged.fence()
+
+    def wait(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            UserError: on every rank, when it failed.
+        """
+        if (save := self._in_flight) is not None:
+            self._in_flight = None
+            save.join()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the save in flight failed; :meth:`wait` tells why."""
+        return self._in_flight is not None and self._in_flight.error is not None
+
+    def _save(
+        self, step: int, tensors: Tensors, meta: dict[str, Any], metric: float | None
+    ) -> None:
         final = self._folder / f"step-{step}"
         target = self._folder / (final.name + _PARTIAL)
+        known = metric if metric is not None and math.isfinite(metric) else None
         explained = _explained(step, dist.on_main(partial(self._newest_before, step)))
         try:
-            if dist.on_main(explained(partial(self._begin, final, target))):
+            if dist.on_main(explained(partial(self._begin, final, target, known))):
                 return
             explained(shards.write)(target, tensors)
             # Each rank reads what it wrote: checksums are computed side by side.
             own = dist.together(explained(partial(_entries, shards.own_files(target))))
             files = {name: e for entries in dist.gather_objects(own) for name, e in entries.items()}
-            known = metric if metric is not None and math.isfinite(metric) else None
             manifest = Manifest(step, known, meta, files)
             dist.on_main(explained(partial(self._commit, final, target, manifest)))
         except UserError:
@@ -138,14 +196,14 @@ class Store:
         folders = (p for n, p in step_folders(self._folder) if n != step and _committed(p))
         return next((p.name for p in folders if p not in self._damaged), None)
 
-    def _begin(self, final: Path, target: Path) -> bool:
+    def _begin(self, final: Path, target: Path, metric: float | None) -> bool:
         """Make room for a save; True if there is nothing to do."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._folder.glob(f"step-*{_PARTIAL}"):
             shutil.rmtree(leftover)
         with suppress(Damaged):
-            verify(final)
-            return True
+            if verify(final).metric is not None or metric is None:
+                return True
         target.mkdir()
         return False
 
@@ -159,9 +217,11 @@ class Store:
         commit(target, replace(manifest, files=manifest.files | index))
         if final.exists():
             remove(final)
+        # Killed here, the next start finds the mark in the partial folder and renames it.
         target.rename(final)
         sync_folder(self._folder)
         self._damaged.discard(final)
+        _point(self._folder / LATEST, final.name)
         # The save is done. What cannot be deleted now is tried again after the next one.
         with suppress(OSError):
             self._retain(final)
@@ -183,6 +243,10 @@ class Store:
                 remove(folder)
 
     def _find_own(self) -> Found | None:
+        for complete in self._folder.glob(f"step-*{_PARTIAL}"):
+            # Killed between the mark and the rename.
+            if _committed(complete) and not (final := complete.with_suffix("")).exists():
+                complete.rename(final)
         found, reasons = _newest_good(step_folders(self._folder))
         self._damaged = {self._folder / name for name in reasons}
         if found is None and reasons:
@@ -237,6 +301,38 @@ def _newest_good(folders: Iterable[tuple[int, Path]]) -> tuple[Found | None, dic
         files = tuple(manifest.files)
         return Found(folder, step, manifest.meta, manifest.metric, files, notes), reasons
     return None, reasons
+
+
+class _Save:
+    """A save that runs in a thread."""
+
+    def __init__(self, staged: Staged, work: Callable[[], None]) -> None:
+        self.staged = staged
+        self.error: BaseException | None = None
+        # A daemon: a process that must end does not wait for a disk, or for a lost peer.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait, and raise what the thread met."""
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as exc:  # noqa: BLE001 - raised where somebody waits for it
+            self.error = exc
+
+
+def _point(link: Path, name: str) -> None:
+    """Let ``link`` lead to its sibling ``name``, where the file system knows links."""
+    partial_link = link.with_name(f".{link.name}{_PARTIAL}")
+    with suppress(OSError):
+        partial_link.unlink(missing_ok=True)
+        partial_link.symlink_to(name)
+        partial_link.replace(link)
 
 
 def _committed(folder: Path) -> bool:

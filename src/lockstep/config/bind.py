@@ -27,7 +27,7 @@ from lockstep.errors import UserError
 
 NOT_LAW = (
     "run.*", "resume", "plan", "stop_at", "device", "compile", "launch.*", "strategy.*", "nccl.*",
-    "telemetry.*", "checkpoint.*", "evaluate.batch", "evaluate.every_*", "data.root",
+    "telemetry.*", "checkpoint.*", "guard.*", "evaluate.batch", "evaluate.every_*", "data.root",
     "data.workers", "data.prefetch", "batch.micro", "model.activation_checkpointing",
 )  # fmt: skip
 """Keys that say where, when or how fast, but not what is computed (patterns)."""

@@ -131,7 +131,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     notes: list[str] = []
     device = resolve_device(config, machine)
     processes, devices_each = _processes(config, machine, device, problems)
-    world = processes * config.launch.nodes
+    world = processes * config.launch.max_nodes
     strategy = resolve_strategy(config, world)
     shard = _shard_processes(config, strategy, world, processes, problems)
     _check_strategy(config, device, strategy, world, model, problems, notes)
@@ -169,7 +169,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     return Plan(
         device=device,
         strategy=strategy,
-        nodes=config.launch.nodes,
+        nodes=config.launch.max_nodes,
         processes_per_node=processes,
         devices_per_process=devices_each,
         shard_processes=shard,
@@ -191,6 +191,23 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         gpu_memory_bytes=machine.gpu_memory_bytes if device == "cuda" else None,
         notes=notes,
     )
+
+
+def replan(config: Config, plan: Plan, nodes: int) -> Plan:
+    """The plan of an elastic run that has found ``nodes`` nodes.
+
+    Raises:
+        UserError: it cannot run on so many.
+    """
+    processes = plan.processes_per_node
+    launch = config.launch.model_copy(update={"nodes": nodes, "processes": processes})
+    config = config.model_copy(update={"launch": launch})
+    machine = Machine(
+        num_gpus=processes * plan.devices_per_process if plan.device == "cuda" else 0,
+        cores=plan.threads * processes,
+        gpu_memory_bytes=plan.gpu_memory_bytes,
+    )
+    return make_plan(config, machine, plan.data, plan.model)
 
 
 def resolve_device(config: Config, machine: Machine) -> str:
@@ -231,7 +248,7 @@ def _processes(
     wanted = config.launch.processes
     available = machine.num_gpus if device == "cuda" else None
     if config.strategy.name in ("single", "dp"):
-        if wanted not in ("auto", 1) or config.launch.nodes > 1:
+        if wanted not in ("auto", 1) or config.launch.max_nodes > 1:
             problems.append(
                 f"strategy = {config.strategy.name} is one process, but launch.processes = "
                 f"{wanted} and launch.nodes = {config.launch.nodes}: use strategy=ddp or fsdp"
@@ -256,7 +273,7 @@ def _shard_processes(
         return 1
     wanted = config.strategy.shard_processes
     if wanted is None:
-        wanted = per_node if config.launch.nodes > 1 else max(1, world // 2)
+        wanted = per_node if config.launch.max_nodes > 1 else max(1, world // 2)
     if world % wanted:
         problems.append(
             f"strategy.shard_processes = {wanted} does not divide {world} processes: use one of "
@@ -274,13 +291,25 @@ def _check_strategy(
     problems: list[str],
     notes: list[str],
 ) -> None:
-    s, nodes = config.strategy, config.launch.nodes
-    if nodes > 1 and config.launch.rendezvous is None:
+    s, launch = config.strategy, config.launch
+    if launch.max_nodes > 1 and launch.rendezvous is None:
         problems.append(
-            f"launch.nodes = {nodes} needs launch.rendezvous=HOST:PORT, an address of one node "
+            f"launch.nodes = {launch.nodes} needs launch.rendezvous=HOST:PORT, an address of one node "
             "that all nodes reach"
         )
-    if rendezvous := config.launch.rendezvous:
+    if launch.elastic and config.resume == "never":
+        problems.append(
+            f"resume = never with launch.nodes = {launch.nodes}: a group that forms anew must go "
+            "on; leave out resume=never, and choose another run.name to start over"
+        )
+    if launch.elastic:
+        notes.append(
+            f"launch.nodes = {launch.nodes}: planned for {launch.max_nodes}; with fewer a step "
+            "takes longer, and the global batch stays"
+        )
+        if model.has_batchnorm and config.batch.micro_batch is None:
+            notes.append("set batch.micro: else BatchNorm's batches change with the nodes")
+    if rendezvous := launch.rendezvous:
         host, _, port = rendezvous.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             problems.append(f"launch.rendezvous = {rendezvous}: expected HOST:PORT")

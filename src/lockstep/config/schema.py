@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -191,8 +191,31 @@ class Checkpoint(Section):
 
     every_epochs: PositiveInt | None
     every_steps: PositiveInt | None
+    asynchronous: bool = Field(
+        alias="async", description="write behind the training; false: training waits"
+    )
     keep_last: PositiveInt
     keep_best: bool = Field(description="also keep the checkpoint of the best top-1")
+
+
+class Guard(Section):
+    """What to do when a step goes wrong."""
+
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        description="loss or gradient NaN or infinite. stop: end the run; skip: leave the update "
+        "out (waits for the device in every step); rollback: go back to the last checkpoint and "
+        "leave the update out when it comes again"
+    )
+    spike: Annotated[float, Field(gt=1)] | None = Field(
+        description="roll back when the loss exceeds this many times the median of the last 50 "
+        "steps; null: never"
+    )
+    max_incidents: PositiveInt = Field(
+        description="rollbacks, or skipped steps in a row, before the run stops"
+    )
+    straggler: Annotated[float, Field(gt=1)] | None = Field(
+        description="name a process that takes this many times the median's time; null: never"
+    )
 
 
 class Telemetry(Section):
@@ -213,11 +236,44 @@ class Launch(Section):
     processes: PositiveInt | Literal["auto"] = Field(
         description="per node; auto: the visible GPUs, or 1 on CPU"
     )
-    nodes: PositiveInt
+    nodes: PositiveInt | str = Field(
+        description="a number, or MIN:MAX: goes on with what remains of the nodes, takes in more"
+    )
     rendezvous: str | None = Field(description="HOST:PORT that all nodes reach; needed for nodes>1")
-    max_restarts: NonNegativeInt
-    timeout_seconds: PositiveFloat = Field(description="longest wait of one collective")
+    gather_seconds: PositiveFloat = Field(
+        description="nodes=MIN:MAX: how long a group of MIN waits for further nodes"
+    )
+    max_restarts: NonNegativeInt | None = Field(
+        description="times that failed processes are started again; null: never for a fixed number "
+        "of nodes, always for MIN:MAX. Three failures without a new checkpoint end the run anyway"
+    )
+    timeout_seconds: PositiveFloat = Field(
+        description="a process that stands still for longer, while others wait, hangs"
+    )
     grace_seconds: PositiveFloat = Field(description="time to save after a request to stop")
+
+    @field_validator("nodes")
+    @classmethod
+    def _range_of_nodes(cls, value: int | str) -> int | str:
+        if isinstance(value, int):
+            return value
+        least, _, most = value.partition(":")
+        if least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most):
+            return value
+        raise ValueError("must be a number of nodes, or MIN:MAX as 1:4")
+
+    @property
+    def min_nodes(self) -> int:
+        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[0])
+
+    @property
+    def max_nodes(self) -> int:
+        return self.nodes if isinstance(self.nodes, int) else int(self.nodes.partition(":")[2])
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change."""
+        return isinstance(self.nodes, str)
 
 
 class Config(Section):
@@ -244,5 +300,6 @@ class Config(Section):
     ema: Ema
     evaluate: Evaluate
     checkpoint: Checkpoint
+    guard: Guard
     telemetry: Telemetry
     launch: Launch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -13,10 +15,23 @@ from lockstep.errors import UserError
 from lockstep.metrics import EvalResult, EvalSums
 from lockstep.strategy.precision import autocast
 
+_ASK_EVERY = 8
+"""Forward passes between two questions whether to go on."""
+
+
+class Interrupted(Exception):
+    """The evaluation was asked to stop, on all ranks."""
+
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module, loader: Loader, precision: Precision, *, batch: int, device: torch.device
+    module: nn.Module,
+    loader: Loader,
+    precision: Precision,
+    *,
+    batch: int,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
 ) -> EvalResult:
     """Evaluate ``module`` on all of ``loader``'s samples. All ranks enter here.
 
@@ -25,13 +40,20 @@ def evaluate(
 
     Args:
         batch: samples per forward pass of one process.
+        stop: called before each forward pass; the evaluation ends once it is true on any rank.
+
+    Raises:
+        Interrupted: it ended so.
     """
     training = module.training
     module.eval()
     sums = EvalSums(device)
     slices = window_slices(0, len(loader), batch, dist.rank(), dist.world_size())
     try:
-        for images in loader.batches(0, slices):
+        for i, images in enumerate(loader.batches(0, slices)):
+            asked = stop()
+            if i % _ASK_EVERY == 0 and dist.any_rank(asked):
+                raise Interrupted
             with autocast(precision, device):
                 logits = module(images.images, seeds=images.seeds)
             sums.add(logits, images.targets, images.weights)

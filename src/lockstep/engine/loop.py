@@ -12,18 +12,27 @@ import torch
 from lockstep import dist
 from lockstep.checkpoint.store import Store
 from lockstep.config.plan import Plan
-from lockstep.config.schema import Checkpoint, Evaluate, Optimizer, Precision, Schedule
+from lockstep.config.schema import (
+    Checkpoint,
+    Evaluate,
+    Guard,
+    Optimizer,
+    Precision,
+    Schedule,
+)
 from lockstep.data.loader import Batch, Loader
 from lockstep.data.sampler import num_micro_batches, window_slices
-from lockstep.engine.evaluate import evaluate
+from lockstep.engine.evaluate import Interrupted, evaluate
+from lockstep.engine.guard import StepGuard, StragglerWatch
 from lockstep.engine.record import Recorder
 from lockstep.engine.state import Progress, TrainState
 from lockstep.engine.step import StepSums, micro_step, update
-from lockstep.errors import Stopped
+from lockstep.errors import Regroup, Stopped
 from lockstep.metrics import EvalResult
 from lockstep.optim.schedule import learning_rate
 from lockstep.strategy.base import Strategy
 from lockstep.telemetry import Telemetry
+from lockstep.telemetry.phases import Phases
 
 
 class StopRequest(Protocol):
@@ -31,6 +40,10 @@ class StopRequest(Protocol):
 
     @property
     def requested(self) -> str | None: ...
+
+    @property
+    def regroup(self) -> bool:
+        """Whether the group shall form anew, because a node wants to join."""
 
 
 @dataclass
@@ -43,6 +56,7 @@ class Training:
     precision: Precision
     evaluation: Evaluate
     checkpoint: Checkpoint
+    guard: Guard
     label_smoothing: float
     stop_at: int | None
     device: torch.device
@@ -52,12 +66,12 @@ class Training:
     val_loader: Loader
     store: Store
     telemetry: Telemetry
+    phases: Phases
     stop: StopRequest
     manifest: dict[str, Any]
     """Plain values that every checkpoint carries: law, data digests, versions."""
     results: dict[str, EvalResult] = field(default_factory=dict)
     """The last evaluation of "raw" and "ema" weights."""
-    evaluated_step: int = -1
     saved_step: int = -1
 
 
@@ -65,46 +79,44 @@ def fit(t: Training) -> dict[str, EvalResult]:
     """Train to the last step; returns the last evaluation by kind of weights.
 
     Raises:
-        Stopped: asked to stop; everything is saved.
+        Stopped: asked to stop; everything is saved. Regroup: alike, to go on in another group.
+        RollBack: the guard wants to go back to the last checkpoint.
     """
-    progress, plan = t.state.progress, t.plan
-    recorder = Recorder(
-        t.device,
-        t.telemetry.step,
-        all_samples_count=t.train_loader.stops_on_error,
-        overflow_is_skipped=t.state.scaler.enabled,
-    )
-    recorder.restart_clock(t.train_loader.wait_seconds)
-    while progress.step < plan.total_steps:
+    recorder = build_recorder(t)
+    pause(t, recorder)
+    while t.state.progress.step < t.plan.total_steps:
         for window, batches in epoch_windows(t):
-            record, sums, norm = train_window(t, window, batches)
-            recorder.submit(
-                record,
-                sums,
-                norm,
-                window=window[1] - window[0],
-                waited=t.train_loader.wait_seconds,
-                stop=t.stop.requested is not None,
-            )
-            last = progress.step == plan.total_steps
-            stopping = recorder.stop_requested or progress.step == t.stop_at
-            if last or due(progress, t.evaluation.every_epochs, t.evaluation.every_steps):
-                recorder.settle()
-                run_evaluation(t)
-                recorder.restart_clock(t.train_loader.wait_seconds)
-            if (
-                last
-                or stopping
-                or due(progress, t.checkpoint.every_epochs, t.checkpoint.every_steps)
-            ):
-                recorder.settle()
-                save(t)
-                recorder.restart_clock(t.train_loader.wait_seconds)
-            if stopping and not last:
-                raise Stopped(f"stopped after step {progress.step}; everything is saved")
+            train_window(t, window, batches, recorder)
+            pause(t, recorder)
+    t.store.wait()
     if not t.results:
         _evaluate_all(t)  # resumed after the last step: told before, but not to us
     return t.results
+
+
+def pause(t: Training, recorder: Recorder) -> None:
+    """Between two steps: evaluate, save and stop, whichever is due. All ranks enter here."""
+    step = t.state.progress.step
+    last = step == t.plan.total_steps
+    stops = recorder.stop_requested or (t.stop_at is not None and t.stop_at <= step)
+    regroups = recorder.regroup_requested
+    evaluates = evaluation_is_due(t)
+    # A request to stop has interrupted the evaluation of the step that we went on from.
+    saves = stops or regroups or save_is_due(t) or (evaluates and t.saved_step == step)
+    if not evaluates and not saves:
+        return
+    recorder.settle()
+    if evaluates and not run_evaluation(t):
+        stops = saves = True
+    if saves:
+        save(t)
+    recorder.restart_clock(t.train_loader.wait_seconds)
+    if stops and not (last and t.state.progress.evaluated_step == step):
+        t.store.wait()
+        raise Stopped(f"stopped after step {step}; everything is saved")
+    if regroups and not last:
+        t.store.wait()
+        raise Regroup(f"saved step {step} to take in another node")
 
 
 def epoch_windows(t: Training) -> Iterator[tuple[tuple[int, int], Iterator[Batch]]]:
@@ -130,14 +142,19 @@ def epoch_windows(t: Training) -> Iterator[tuple[tuple[int, int], Iterator[Batch
 
 
 def train_window(
-    t: Training, window: tuple[int, int], batches: Iterator[Batch]
-) -> tuple[dict[str, Any], StepSums, torch.Tensor]:
-    """One optimiser step; returns what the host knows of it, the sums and the gradient norm."""
+    t: Training, window: tuple[int, int], batches: Iterator[Batch], recorder: Recorder
+) -> None:
+    """One optimiser step. All ranks enter here."""
     start, stop = window
-    plan, progress = t.plan, t.state.progress
+    plan, progress, phases = t.plan, t.state.progress, t.phases
     micro = forward_size(plan)
     rounds = len(window_slices(start, stop, micro, dist.rank(), dist.world_size()))
-    sums = StepSums(torch.zeros((), device=t.device))
+    sums = StepSums.on(t.device)
+    leave_out = progress.step + 1 in progress.skipped_steps
+    checks = t.guard.nonfinite == "skip"
+    if leave_out or checks:
+        t.state.statistics.remember()
+    phases.enter("data", progress.step)
     for i, batch in enumerate(batches):
         micro_step(
             t.state,
@@ -145,10 +162,12 @@ def train_window(
             t.precision,
             batch,
             sums,
-            window=stop - start,
+            window=window_size(window),
             last=i == rounds - 1,
             label_smoothing=t.label_smoothing,
+            enter=lambda phase: phases.enter(phase, progress.step),
         )
+        phases.enter("data", progress.step)
     lr = learning_rate(
         t.schedule,
         step=progress.step,
@@ -156,52 +175,76 @@ def train_window(
         warmup_steps=plan.warmup_steps,
         peak=plan.peak_lr,
     )
+    phases.enter("update", progress.step)
+    t.store.before_update()
     norm = update(
         t.state,
         t.strategy,
         lr=lr,
         clip=t.optimizer.clip_grad_norm,
         num_micro_batches=num_micro_batches(start, stop, micro, dist.world_size()),
+        leave_out=leave_out,
+        check_loss=sums.loss if checks else None,
     )
-    epoch = progress.epoch + 1
-    progress.samples_seen += stop - start
+    record = {"kind": "step", "step": progress.step, "epoch": progress.epoch + 1, "lr": lr}
+    progress.samples_seen += window_size(window)
     progress.consumed = stop % len(t.train_loader)
     if progress.consumed == 0:
         progress.epoch += 1
-    record = {
-        "kind": "step",
-        "step": progress.step,
-        "epoch": epoch,
-        "lr": lr,
-        "samples_seen": progress.samples_seen,
-    }
-    return record, sums, norm
+    recorder.submit(
+        record | {"samples_seen": progress.samples_seen},
+        sums,
+        norm,
+        window=window_size(window),
+        waited=t.train_loader.wait_seconds,
+        # What could not be saved is told at the next save: ask for one now.
+        stop=t.stop.requested is not None or t.store.failed,
+        regroup=t.stop.regroup,
+        left_out=leave_out,
+    )
 
 
-def run_evaluation(t: Training) -> None:
-    """Evaluate raw and averaged weights and tell. All ranks enter here."""
-    state = t.state
-    _evaluate_all(t)
+def run_evaluation(t: Training) -> bool:
+    """Evaluate raw and averaged weights and tell. All ranks enter here.
+
+    Returns:
+        False if a request to stop has interrupted it; nothing is told then.
+    """
+    progress = t.state.progress
+    try:
+        _evaluate_all(t)
+    except Interrupted:
+        return False
     for weights, result in t.results.items():
         t.telemetry.evaluation(
-            {"kind": "eval", "step": state.progress.step, "weights": weights} | asdict(result)
+            {"kind": "eval", "step": progress.step, "weights": weights} | asdict(result)
         )
     top1 = main_result(t.results).top1
-    if state.progress.best_top1 is None or top1 > state.progress.best_top1:
-        state.progress.best_top1, state.progress.best_step = top1, state.progress.step
-    t.evaluated_step = state.progress.step
+    if progress.best_top1 is None or top1 > progress.best_top1:
+        progress.best_top1, progress.best_step = top1, progress.step
+    progress.evaluated_step = progress.step
+    t.saved_step = -1  # what may be saved of this step lacks the result
+    return True
 
 
 def save(t: Training) -> None:
     """Save everything, unless this step is saved already. All ranks enter here."""
-    state, step = t.state, t.state.progress.step
-    if t.saved_step == step:
+    state, progress = t.state, t.state.progress
+    if t.saved_step == progress.step:
         return
-    metric = main_result(t.results).top1 if t.evaluated_step == step else None
-    with state.statistics.whole(state.ema.buffers if state.ema is not None else ()):
-        state.statistics.set_batches_tracked(state.progress.micro_batches)
-        t.store.save(step, state.tensors(), t.manifest | state.meta(), metric=metric)
-    t.saved_step = step
+    t.phases.enter("save", progress.step)
+    evaluated = progress.evaluated_step == progress.step and t.results
+    averages = state.ema.buffers if state.ema is not None else []
+    with state.statistics.whole(averages):
+        state.statistics.set_batches_tracked(progress.micro_batches)
+        t.store.save(
+            progress.step,
+            state.tensors(),
+            t.manifest | state.meta(),
+            metric=main_result(t.results).top1 if evaluated else None,
+            changing=[*state.model.buffers(), *averages],
+        )
+    t.saved_step = progress.step
 
 
 def main_result(results: dict[str, EvalResult]) -> EvalResult:
@@ -209,11 +252,46 @@ def main_result(results: dict[str, EvalResult]) -> EvalResult:
     return results.get("ema", results["raw"])
 
 
+def evaluation_is_due(t: Training) -> bool:
+    """Whether this step shall be evaluated and is not yet."""
+    progress = t.state.progress
+    if progress.step in (0, progress.evaluated_step):
+        return False
+    last = progress.step == t.plan.total_steps
+    return last or due(progress, t.evaluation.every_epochs, t.evaluation.every_steps)
+
+
+def save_is_due(t: Training) -> bool:
+    """Whether this step shall be saved, stop or not."""
+    progress = t.state.progress
+    if progress.step == 0:
+        return False
+    last = progress.step == t.plan.total_steps
+    return last or due(progress, t.checkpoint.every_epochs, t.checkpoint.every_steps)
+
+
 def due(progress: Progress, every_epochs: int | None, every_steps: int | None) -> bool:
     """Whether something that happens every so many epochs or steps happens after this step."""
     at_epoch_end = progress.consumed == 0
     by_epoch = every_epochs is not None and at_epoch_end and progress.epoch % every_epochs == 0
     return by_epoch or (every_steps is not None and progress.step % every_steps == 0)
+
+
+def window_size(window: tuple[int, int]) -> int:
+    """Samples of an optimiser step."""
+    return window[1] - window[0]
+
+
+def build_recorder(t: Training) -> Recorder:
+    """What judges and tells the steps."""
+    return Recorder(
+        t.device,
+        t.telemetry,
+        StepGuard(t.guard, t.train_loader.source, t.state.progress.recent_losses),
+        StragglerWatch(t.guard.straggler),
+        all_samples_count=t.train_loader.stops_on_error,
+        overflow_is_skipped=t.state.scaler.enabled,
+    )
 
 
 def forward_size(plan: Plan) -> int | None:
@@ -232,8 +310,18 @@ def _evaluate_all(t: Training) -> None:
 
 
 def _evaluate(t: Training) -> EvalResult:
-    result = evaluate(
-        t.state.module, t.val_loader, t.precision, batch=t.evaluation.batch, device=t.device
-    )
-    t.strategy.after_evaluation()
-    return result
+    def stop() -> bool:
+        t.phases.enter("evaluate", t.state.progress.step)
+        return t.stop.requested is not None
+
+    try:
+        return evaluate(
+            t.state.module,
+            t.val_loader,
+            t.precision,
+            batch=t.evaluation.batch,
+            device=t.device,
+            stop=stop,
+        )
+    finally:
+        t.strategy.after_evaluation()

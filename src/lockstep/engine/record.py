@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep import dist
-from lockstep.engine.step import StepSums, digest_text
-from lockstep.errors import UserError
+from lockstep.engine.guard import PHASES, StepGuard, StragglerWatch
+from lockstep.engine.step import DIGEST_PARTS, StepSums, digest_text
+from lockstep.telemetry import Telemetry
 
 
 @dataclass
@@ -27,32 +28,44 @@ class _Pending:
     host: torch.Tensor
     ready: torch.cuda.Event | None
     window: int
+    sums: StepSums
+    own_seconds: dict[str, float]
+    step_seconds: float
+    left_out: bool
 
 
 class Recorder:
-    """Turns step sums into ``metrics.jsonl`` step records."""
+    """Turns step sums into ``metrics.jsonl`` step records, and has them judged."""
 
     def __init__(
         self,
         device: torch.device,
-        emit: Callable[[dict[str, Any]], None],
+        telemetry: Telemetry,
+        guard: StepGuard,
+        stragglers: StragglerWatch,
         *,
         all_samples_count: bool,
         overflow_is_skipped: bool,
     ) -> None:
         """
         Args:
-            emit: takes a finished record, in step order.
+            telemetry: takes the finished records, in step order.
             all_samples_count: no sample may be left out (``data.on_error=stop``).
             overflow_is_skipped: a non-finite gradient changes no weights (fp16's loss scaler).
         """
         self._device = device
-        self._emit = emit
+        self._telemetry = telemetry
+        self._guard = guard
+        self._stragglers = stragglers
         self._exact = all_samples_count
         self._overflow_is_skipped = overflow_is_skipped
         self._lag = 2 if device.type == "cuda" else 0
         self._pending: deque[_Pending] = deque()
+        self._last_seconds = [0.0] * len(PHASES)
+        """This rank's own seconds of the last finished step: those of the current one are not
+        known before the device has done it."""
         self.stop_requested = False
+        self.regroup_requested = False
         self.restart_clock()
 
     def restart_clock(self, waited: float = 0.0) -> None:
@@ -69,6 +82,8 @@ class Recorder:
         window: int,
         waited: float,
         stop: bool,
+        regroup: bool,
+        left_out: bool,
     ) -> None:
         """Reduce and queue one step, then finish the one ``lag`` steps back. All ranks enter here.
 
@@ -77,19 +92,27 @@ class Recorder:
             norm: global gradient norm, 0-d on the device.
             window: samples of the step over all ranks.
             waited: cumulative seconds this rank waited for data.
-            stop: whether this rank was asked to stop.
+            stop, regroup: whether this rank was asked to stop, or to make room for another node.
+            left_out: the step changed no weights, on purpose.
         """
         now = time.perf_counter()
         seconds = max(now - self._clock, 1e-9)
         record["samples_per_second"] = window / seconds
         record["data_wait_fraction"] = min(1.0, (waited - self._waited) / seconds)
+        own_seconds = {"data": waited - self._waited}
         self._clock, self._waited = now, waited
 
-        counts = torch.tensor([sums.samples, *sums.digest, float(stop)], dtype=torch.float64)
+        everyone = np.zeros((dist.world_size(), len(PHASES)))
+        everyone[dist.rank()] = self._last_seconds
+        counts = torch.tensor(
+            [sums.samples, *sums.digest, float(stop), float(regroup), *everyone.flat],
+            dtype=torch.float64,
+        )
         if self._device.type == "cuda":
             counts = counts.pin_memory().to(self._device, non_blocking=True)
-        reduced = dist.all_reduce_sum_(torch.cat([sums.loss.double().view(1), counts]))
-        values = torch.cat([reduced, norm.double().view(1).to(reduced.device)])
+        figures = torch.cat([sums.loss.double().view(1), counts])
+        reduced = dist.all_reduce_sum_(figures)
+        values = torch.cat([norm.double().view(1).to(reduced.device), reduced])
         ready = None
         host = values
         if self._device.type == "cuda":
@@ -97,7 +120,9 @@ class Recorder:
             host.copy_(values, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        self._pending.append(_Pending(record, host, ready, window))
+        self._pending.append(
+            _Pending(record, host, ready, window, sums, own_seconds, seconds, left_out)
+        )
         while len(self._pending) > self._lag:
             self._finish(self._pending.popleft())
 
@@ -109,23 +134,28 @@ class Recorder:
     def _finish(self, item: _Pending) -> None:
         if item.ready is not None:
             item.ready.synchronize()
-        loss, samples, *digest, stop, norm = item.host.tolist()
+        norm, loss, samples, *rest = item.host.tolist()
+        digest, (stop, regroup, *everyone) = rest[:DIGEST_PARTS], rest[DIGEST_PARTS:]
         if self._exact and round(samples) != item.window:
             raise AssertionError(f"step of {item.window} samples counted {samples}")
         record = item.record
         record["loss"] = loss / max(samples, 1.0)
         record["grad_norm"] = norm
         record["sample_digest"] = digest_text(digest)
-        self._emit(record)
+        self._telemetry.step(record)
         self.stop_requested |= stop > 0
+        self.regroup_requested |= regroup > 0
         broken = None
         if not math.isfinite(loss):
             broken = f"the loss is {record['loss']}"
         elif not math.isfinite(norm) and not self._overflow_is_skipped:
             broken = f"the gradient norm is {norm}"
-        if broken is not None:
-            raise UserError(
-                f"step {record['step']}: {broken} (learning rate {record['lr']:g}); nothing was "
-                "saved after it. Lower optimizer.lr, set optimizer.clip_grad_norm, or use "
-                "precision=bf16 instead of fp16"
-            )
+        own = item.own_seconds | {"forward": item.sums.forward.seconds()}
+        self._last_seconds = [own[phase] for phase in PHASES]
+        notes = [
+            self._guard.check(record, broken, item.sums.losses, left_out=item.left_out),
+            self._stragglers.add(np.array(everyone).reshape(-1, len(PHASES)), item.step_seconds),
+        ]
+        for note in notes:
+            if note is not None:
+                self._telemetry.message(note)

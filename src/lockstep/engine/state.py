@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ class Progress:
     micro_batches: int = 0
     best_top1: float | None = None
     best_step: int | None = None
+    evaluated_step: int = -1
+    """Optimiser steps done when the last evaluation ended."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Steps whose updates are left out because a rollback said so."""
+    recent_losses: list[float] = field(default_factory=list)
+    """By which a spike is measured (``guard.spike``)."""
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lockstep import dist
 from lockstep.config.schema import Precision
 from lockstep.data.loader import Batch
 from lockstep.engine.state import TrainState
@@ -21,14 +23,68 @@ _PART = 1 << 24
 """Digest parts are summed in float64: 24 bits stay exact over 2**29 ranks."""
 
 
+class SampleLosses:
+    """Each sample's loss of this rank's part of a step, on the device until somebody asks."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, ids: np.ndarray, losses: torch.Tensor, weights: torch.Tensor) -> None:
+        """Take a micro-batch: losses and weights [n], ids of those whose weight is not 0."""
+        self._parts.append((ids, losses, weights))
+
+    def not_finite(self) -> tuple[list[int], int]:
+        """Ids of the samples whose loss is NaN or infinite, and of how many. Waits for the device."""
+        found: list[int] = []
+        for ids, losses, weights in self._parts:
+            counted = losses[weights > 0].isfinite().cpu().numpy()
+            found += [int(i) for i in ids[~counted]]
+        return found, sum(len(ids) for ids, _, _ in self._parts)
+
+
+class Stopwatch:
+    """Seconds of the device between :meth:`start` and :meth:`stop`, all in all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        if self._on_gpu:
+            self._events.append(
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            )
+            self._events[-1][0].record()
+        else:
+            self._seconds -= time.perf_counter()
+
+    def stop(self) -> None:
+        if self._on_gpu:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter()
+
+    def seconds(self) -> float:
+        """To be asked when the device has finished the work."""
+        return self._seconds + sum(float(a.elapsed_time(b)) for a, b in self._events) / 1000
+
+
 @dataclass
 class StepSums:
     """What this rank adds to one optimiser step; sums over ranks describe the whole step."""
 
     loss: torch.Tensor
     """0-d float32 on the device: sum of per-sample losses."""
+    forward: Stopwatch
+    losses: SampleLosses = field(default_factory=SampleLosses)
     samples: int = 0
     digest: np.ndarray = field(default_factory=lambda: np.zeros(DIGEST_PARTS, dtype=np.float64))
+
+    @classmethod
+    def on(cls, device: torch.device) -> StepSums:
+        """Nothing yet."""
+        return cls(torch.zeros((), device=device), Stopwatch(device))
 
 
 def micro_step(
@@ -41,8 +97,9 @@ def micro_step(
     window: int,
     last: bool,
     label_smoothing: float,
+    enter: Callable[[str], None],
 ) -> None:
-    """Forward and backward of one micro-batch.
+    """Forward and backward of one micro-batch; ``enter`` hears which of them begins.
 
     Each sample's loss is divided by ``window``, the sample count of the whole optimiser step, and
     the strategy's averaging over ranks is undone, so the gradients add up to the exact mean
@@ -56,6 +113,8 @@ def micro_step(
     # Whatever draws from the global generator (dropout) depends on the position, not on the rank.
     torch.manual_seed(int(batch.seeds_host[0]))
     with strategy.micro_batch(last=last):
+        enter("forward")
+        sums.forward.start()
         with autocast(precision, batch.images.device):
             if dummy:
                 with state.statistics.unchanged():
@@ -66,22 +125,42 @@ def micro_step(
             logits.float(), batch.targets, reduction="none", label_smoothing=label_smoothing
         )
         loss = (losses * batch.weights).sum()
+        sums.forward.stop()
+        enter("backward")
         (loss * (strategy.loss_factor * state.scaler.scale / window)).backward()
     sums.loss += loss.detach()
+    sums.losses.add(batch.ids, losses.detach(), batch.weights)
     sums.samples += len(batch.ids)
     sums.digest = (sums.digest + digest_of(batch.ids)) % _PART
 
 
 def update(
-    state: TrainState, strategy: Strategy, *, lr: float, clip: float | None, num_micro_batches: int
+    state: TrainState,
+    strategy: Strategy,
+    *,
+    lr: float,
+    clip: float | None,
+    num_micro_batches: int,
+    leave_out: bool,
+    check_loss: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Clip, step, average. Returns the gradient norm before clipping, 0-d float32 on the device."""
+    """Clip, step, average. Returns the gradient norm before clipping, 0-d float32 on the device.
+
+    Args:
+        leave_out: change nothing.
+        check_loss: this rank's loss of the step; change nothing if it or the norm is not finite on
+            any rank, which waits for the device. None: do not look.
+    """
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     norm = strategy.grad_norm(parameters)
     apply = state.scaler.scale
     good = state.scaler.step_is_good(norm)
     norm = norm / apply
-    if good:
+    if check_loss is not None and not leave_out:
+        loss = dist.all_reduce_sum_(check_loss.clone())
+        # The loss scaler has its own way with the norm.
+        leave_out = not bool(loss.isfinite() & (norm.isfinite() | state.scaler.enabled))
+    if good and not leave_out:
         factor = None
         if clip is not None:
             factor = (clip / (norm + 1e-6)).clamp(max=1.0) / apply
@@ -94,12 +173,15 @@ def update(
             group["lr"] = lr
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
-    state.statistics.end_window(num_micro_batches)
     progress = state.progress
     progress.step += 1
-    progress.micro_batches += num_micro_batches
-    if state.ema is not None:
-        state.ema.update(progress.step)
+    if leave_out:
+        state.statistics.undo_window()
+    else:
+        state.statistics.end_window(num_micro_batches)
+        progress.micro_batches += num_micro_batches
+        if state.ema is not None:
+            state.ema.update(progress.step)
     return norm.detach().float()
 
 

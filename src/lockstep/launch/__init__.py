@@ -58,6 +58,7 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
     if not config.plan and config.resume != "never" and _finished(config, run_dir):
         return EXIT_OK
     nccl.apply(config.nccl)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what a hung rank waits for
     plan = plan or _make_plan(config, joined)
     if config.plan:
         if joined is None or joined.rank == 0:
@@ -76,7 +77,7 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
         leave(code)
         return code
     with nullcontext() if claims else claim(run_dir, config, plan):
-        if plan.world_size > 1:
+        if plan.world_size > 1 or config.launch.max_restarts:
             from lockstep.launch.agent import run_agent
 
             return run_agent(job)

@@ -37,7 +37,8 @@ class Joined:
                 f"WORLD_SIZE = {self.world_size}, but {self.local_world_size} processes on this "
                 "node: start the same number of processes on every node"
             )
-        if asked.processes != "auto" and asked.processes * asked.nodes != self.world_size:
+        fixed = asked.processes != "auto" and not asked.elastic
+        if fixed and asked.processes * asked.max_nodes != self.world_size:
             raise UserError(
                 f"launch.processes = {asked.processes} x launch.nodes = {asked.nodes}, but the "
                 f"launcher started WORLD_SIZE = {self.world_size} processes: leave out launch.*"

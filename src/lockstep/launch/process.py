@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lockstep.config.bind import bind
-from lockstep.config.plan import Plan
+from lockstep.config.plan import Plan, replan
 from lockstep.config.schema import Config
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from lockstep.launch.folder import LOGS, claim
@@ -71,9 +71,13 @@ def work(job: Job, stop: StopFlag) -> None:
     Raises:
         UserError, Stopped: as the worker.
     """
+    plan = job.plan
+    if job.config.launch.elastic:
+        nodes = int(os.environ["WORLD_SIZE"]) // plan.processes_per_node
+        plan = replan(job.config, plan, nodes)
     claims = job.rank_zero_claims and _rank() == 0
-    with claim(job.run_dir, job.config, job.plan) if claims else nullcontext():
-        import_module(job.worker).run(job.config, job.plan, job.run_dir, stop)
+    with claim(job.run_dir, job.config, plan) if claims else nullcontext():
+        import_module(job.worker).run(job.config, plan, job.run_dir, stop)
 
 
 def work_and_report(job: Job, *, restarted: bool = False) -> int:
@@ -93,7 +97,12 @@ def work_and_report(job: Job, *, restarted: bool = False) -> int:
         report.write(job.logs)
         if report.kind == "crash" and rank != 0:
             print(report.traceback, file=sys.stderr)
-        codes = {"user": EXIT_USER_ERROR, "stopped": EXIT_STOPPED, "crash": EXIT_FAILURE}
+        codes = {
+            "user": EXIT_USER_ERROR,
+            "stopped": EXIT_STOPPED,
+            "regroup": EXIT_STOPPED,
+            "crash": EXIT_FAILURE,
+        }
         return codes[report.kind]
     return EXIT_OK
 

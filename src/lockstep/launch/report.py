@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.checkpoint.manifest import atomic_write
-from lockstep.errors import Stopped, UserError
+from lockstep.errors import Regroup, Stopped, UserError
 
 _LOST_PEER = re.compile(
     r"Connection (closed|reset)|Broken pipe|connection (was|is) (closed|aborted)|remote process"
@@ -21,13 +21,15 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
+Kind = Literal["user", "stopped", "regroup", "crash"]
+
 
 @dataclass(frozen=True)
 class Report:
     """Why one process ended."""
 
     rank: int
-    kind: Literal["user", "stopped", "crash"]
+    kind: Kind
     message: str
     traceback: str
     time: float
@@ -36,9 +38,11 @@ class Report:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Report:
         """Describe what escaped from a process."""
-        kind: Literal["user", "stopped", "crash"] = "crash"
-        if isinstance(error, UserError | Stopped):
-            kind = "user" if isinstance(error, UserError) else "stopped"
+        kind: Kind = "crash"
+        if isinstance(error, UserError):
+            kind = "user"
+        elif isinstance(error, Stopped):
+            kind = "regroup" if isinstance(error, Regroup) else "stopped"
         text = "".join(traceback.format_exception(error))
         return cls(rank, kind, str(error) or type(error).__name__, text, time.time())
 
@@ -53,12 +57,13 @@ class Report:
             atomic_write(_path(logs, self.rank), json.dumps(asdict(self)).encode())
 
 
-def read_reports(logs: Path) -> list[Report]:
-    """All reports, the most likely cause first."""
+def read_reports(logs: Path, since: float = 0.0) -> list[Report]:
+    """The reports after ``since`` (seconds since the epoch), the most likely cause first."""
     reports = []
     for path in logs.glob("error-rank-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             reports.append(Report(**json.loads(path.read_text())))
+    reports = [report for report in reports if report.time >= since]
     return sorted(reports, key=lambda r: (r.lost_peer, r.time))
 
 

@@ -16,6 +16,9 @@ from lockstep.errors import Stopped
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What asks a run to save and stop: schedulers (SIGTERM, SIGUSR1) and Ctrl-C."""
 
+REGROUP_SIGNAL = signal.SIGUSR2
+"""By which an agent asks its workers to save and end, so that another node can join."""
+
 Handler = Callable[[int, FrameType | None], Any]
 _PR_SET_PDEATHSIG = 1
 
@@ -36,6 +39,8 @@ class StopFlag:
         """
         self._last_chance = last_chance
         self._name: str | None = None
+        self.regroup = False
+        """Whether the agent asked to make room for another node."""
         self._before: dict[int, Any] = {}
 
     @property
@@ -43,6 +48,7 @@ class StopFlag:
         """Name of the signal that asked to stop."""
         if not self._before:
             self._before = install(self._receive)
+            self._before[REGROUP_SIGNAL] = signal.signal(REGROUP_SIGNAL, self._make_room)
         return self._name
 
     def __enter__(self) -> Self:
@@ -55,6 +61,9 @@ class StopFlag:
         self._name = self._name or signal.Signals(signum).name
         if self._last_chance and signum == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def _make_room(self, _signum: int, _frame: FrameType | None) -> None:
+        self.regroup = True
 
 
 def install(handler: Handler | signal.Handlers) -> dict[int, Any]:

@@ -40,6 +40,7 @@ class RunningStatistics:
             self._by_momentum.setdefault(layer.momentum, []).extend(_buffers(layer))
         self._done = 0
         """Micro-batches of the current window that the partial sums account for."""
+        self._before: list[torch.Tensor] = []
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -53,6 +54,16 @@ class RunningStatistics:
     def end_window(self, num_micro_batches: int) -> None:
         """Account for the rest of the window."""
         self._decay(num_micro_batches - self._done)
+        self._done = 0
+
+    def remember(self) -> None:
+        """Call before a window that may be undone."""
+        self._before = [buffer.clone() for buffer in self.buffers]
+
+    def undo_window(self) -> None:
+        """Be as :meth:`remember` has found the statistics."""
+        if self._before:
+            torch._foreach_copy_(self.buffers, self._before)
         self._done = 0
 
     @contextmanager
