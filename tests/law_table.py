@@ -16,9 +16,23 @@ import timm
 import torch
 
 from lockstep.telemetry.compare import Comparison, compare_runs
-from tests.law import CELLS, EPOCHS, EXACT, GLOBAL, MODELS, PLACES, TRAIN, VAL, Cell, Trainer
+from tests.law import (
+    CELLS,
+    CHAINS,
+    EPOCHS,
+    EXACT,
+    GLOBAL,
+    LONG,
+    MODELS,
+    PLACES,
+    TRAIN,
+    VAL,
+    Cell,
+    Chain,
+    Trainer,
+    write_data,
+)
 from tests.pool import Pool
-from tests.runs import write_few_digits
 
 HEAD = """\
 # The same run on one to four processes
@@ -31,6 +45,12 @@ erasing, mixup, cutmix, stochastic depth and the moving average of weights are o
 {exact:g}, all {val} evaluation images counted. One run each.
 
 `python -m tests.law_table`: Python {python}, torch {torch}, timm {timm}, {cores} CPU cores ({machine}).
+"""
+RESUMED = """
+## Interrupted runs
+
+The same comparison for runs that were stopped after steps {stops} of nine, in the middle of epochs, and gone on with by
+another strategy on another number of processes each time.
 """
 
 
@@ -48,6 +68,14 @@ def table(findings: dict[Cell, Comparison]) -> Iterator[str]:
     yield f"\n{len(findings)} cells, {len(same)} the same run, largest loss difference {worst:.1e}."
 
 
+def resume_table(findings: dict[Chain, Comparison]) -> Iterator[str]:
+    """Rows are chains."""
+    yield RESUMED.format(stops=", ".join(map(str, CHAINS[0].stops)))
+    yield "| model | places | largest loss difference |\n|---|---|---|"
+    for chain, found in findings.items():
+        yield f"| {chain.model} | {', then '.join(chain.places)} | {told(found)} |"
+
+
 def told(found: Comparison | None) -> str:
     if found is None:
         return "reference"
@@ -56,22 +84,29 @@ def told(found: Comparison | None) -> str:
 
 def main() -> int:
     """Train every cell and print the table."""
-    findings = {}
+    findings: dict[Cell, Comparison] = {}
+    resumed: dict[Chain, Comparison] = {}
+    out = os.dup(1)
+    os.dup2(2, 1)  # what the trainings print is no part of the table
     pool = Pool()
     with tempfile.TemporaryDirectory() as name:
-        data = write_few_digits(Path(name, "data"), train=TRAIN, val=VAL, classes=4)
-        trained = Trainer(pool, data, Path(name, "runs"))
+        trained = Trainer(pool, write_data(Path(name, "data")), Path(name, "runs"))
         for cell in CELLS:
             pair = trained.cell(cell), trained.reference(cell.model, *cell.reference)
             findings[cell] = compare_runs(*pair, tolerance=EXACT)
             print(f"{cell.name}: {findings[cell].text()}", file=sys.stderr)
+        for chain in CHAINS:
+            pair = trained.chain(chain), trained.reference(chain.model, *LONG)
+            resumed[chain] = compare_runs(*pair, tolerance=EXACT)
+            print(f"{chain.name}: {resumed[chain].text()}", file=sys.stderr)
     pool.close()
     figures = {"train": TRAIN, "val": VAL, "epochs": EPOCHS, "batch": GLOBAL, "exact": EXACT}
     versions = {"torch": torch.__version__, "timm": timm.__version__}
     here = {"python": platform.python_version(), "machine": platform.machine()}
-    print(HEAD.format(**figures, **versions, **here, cores=os.cpu_count()))
-    print("\n".join(table(findings)))
-    return int(any(found.parting is not None for found in findings.values()))
+    head = HEAD.format(**figures, **versions, **here, cores=os.cpu_count())
+    with os.fdopen(out, "w") as file:
+        print(head, *table(findings), *resume_table(resumed), sep="\n", file=file)
+    return int(any(f.parting is not None for f in [*findings.values(), *resumed.values()]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Level 6. One process of a run; the launcher has described its place in the envir
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -51,7 +52,8 @@ def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[st
     """
     device = dist.init(
         plan.device,
-        config.launch.timeout_seconds,
+        # The launcher looks for who hangs, and can tell; this is for when it does not.
+        2 * config.launch.timeout_seconds,
         group_of_one=plan.strategy in ("fsdp", "hsdp"),
     )
     try:
@@ -115,6 +117,8 @@ def compose(
     phases = Phases(run_dir / "logs", dist.rank(), config.launch.timeout_seconds)
     phases.enter("start", 0)
     set_matmul_precision(config.precision)
+    if config.deterministic:
+        make_deterministic()
     train_loader, val_loader = dist.together(lambda: build_loaders(config, plan, device))
 
     strategy = build_strategy(
@@ -220,6 +224,13 @@ def compose(
         manifest=manifest,
         saved_step=state.progress.step if found is not None else -1,
     )
+
+
+def make_deterministic() -> None:
+    """Choose algorithms whose sums have a fixed order, where torch has them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
 
 
 def compile_in_place(model: torch.nn.Module, *, by_block: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint import manage
+from lockstep.checkpoint import manage, store
 from lockstep.checkpoint.manage import best, prune, step_folder, survey
 from lockstep.checkpoint.manifest import COMMITTED, MANIFEST, Manifest, commit, describe
 from lockstep.errors import UserError
@@ -50,7 +50,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda f: commit(f, Manifest(2, float("inf"), {}, {})), "damaged", "its figure is inf"
     ),
     "half deleted": (lambda f: (f / COMMITTED).unlink(), "partial", f"{COMMITTED} is missing"),
-    "leftover": (lambda f: f.rename(f.with_name("step-2.tmp")), "partial", "did not end"),
+    "leftover": (lambda f: f.rename(f.with_name("step-3.tmp")), "partial", "did not end"),
 }  # fmt: skip
 
 
@@ -110,16 +110,35 @@ def test_prune_never_deletes_the_newest_good_one(tmp_path: Path) -> None:
     flip_bit(checkpoints / "step-2" / SHARD)  # the best of those that look good
     truncate(checkpoints / "step-4")
     (checkpoints / "step-5" / COMMITTED).unlink()
-    write(tmp_path, 6, named="step-6.tmp")
+    (write(tmp_path, 6, named="step-6.tmp") / COMMITTED).unlink()
     kept, deleted = prune(tmp_path, keep_last=1, keep_best=True, dry_run=False)
     assert [e.step for e in kept] == [3, 1]
     assert [e.path.name for e in deleted] == ["step-5", "step-4", "step-2", "step-6.tmp"]
     assert names(tmp_path) == {"step-3", "step-1"}
 
 
+def test_a_save_killed_before_its_renaming_is_a_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    complete = write(tmp_path, 2, named="step-2.tmp")
+    again = write(tmp_path, 1, named="step-1.tmp")
+    kept, deleted = prune(tmp_path, keep_last=1, keep_best=False, dry_run=True)
+    assert [e.path for e in kept] == [complete]
+    assert [e.path.name for e in deleted] == ["step-1", again.name]
+
+
+def test_prune_mends_the_link_to_the_latest(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    truncate(write(tmp_path, 2))
+    latest = tmp_path / "checkpoints" / store.LATEST
+    latest.symlink_to("step-2")
+    prune(tmp_path, keep_last=1, keep_best=False, dry_run=False)
+    assert latest.readlink() == Path("step-1")
+    assert [e.step for e in survey(tmp_path, thorough=True)] == [1]
+
+
 def test_prune_deletes_nothing_where_nothing_is_good(tmp_path: Path) -> None:
     flip_bit(write(tmp_path, 1) / SHARD)
-    write(tmp_path, 2, named="step-2.tmp")
+    (write(tmp_path, 2, named="step-2.tmp") / COMMITTED).unlink()
     with pytest.raises(UserError, match="no good checkpoint; nothing was deleted"):
         prune(tmp_path, keep_last=1, keep_best=False, dry_run=False)
     assert names(tmp_path) == {"step-1", "step-2.tmp"}

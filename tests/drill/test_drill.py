@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def test_cell(
         monkeypatch.setenv(name, value)
     outcome = drill.run_cell(site, cell)
     assert (outcome.verdict, outcome.how) == (verdict, how), outcome.why
-    assert outcome.why.endswith(f"{how} at step 4")
+    # Checkpoints are written behind the training: that of step 4 may not be there yet.
+    assert re.search(rf"{how} at step [24]$", outcome.why), outcome.why
 
 
 # --- cells and the table ----------------------------------------------------------------------
@@ -87,20 +89,21 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault, worlds, num_starts, how",
+    "fault, worlds, num_starts, step, how",
     [
-        ("SIGKILL", [2, 2], 1, "restarted"),
-        ("SIGTERM", [2, 2], 2, "resumed"),
-        ("disk full", [2], 1, "unharmed"),
-        ("torn write", [2, 2], 2, "fell back"),
-        ("lost node", [2, 1], 1, "re-formed"),
-        ("rejoin", [2, 1, 2], 1, "rejoined"),
-        ("rejoin", [2, 1], 1, "re-formed"),
-        ("lost node", [2, 2], 2, "resumed"),
+        ("SIGKILL", [2, 2], 1, 4, "restarted"),
+        ("SIGTERM", [2, 2], 2, 6, "resumed"),
+        ("disk full", [2], 1, 0, "unharmed"),
+        ("torn write", [2, 2], 2, 4, "fell back"),
+        ("torn write", [2, 2], 2, 6, "resumed"),
+        ("lost node", [2, 1], 1, 4, "re-formed"),
+        ("rejoin", [2, 1, 2], 1, 5, "rejoined"),
+        ("rejoin", [2, 1], 1, 4, "re-formed"),
+        ("lost node", [2, 2], 2, 4, "resumed"),
     ],
 )
-def test_how(fault: str, worlds: list[int], num_starts: int, how: str) -> None:
-    assert drill._how(Cell(fault, 0, "step"), worlds, num_starts) == how
+def test_how(fault: str, worlds: list[int], num_starts: int, step: int, how: str) -> None:
+    assert drill._how(Cell(fault, 0, "step"), worlds, num_starts, step) == how
 
 
 @pytest.mark.parametrize("fault", drill.DAMAGE)
@@ -131,6 +134,7 @@ def test_a_fault_strikes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Saboteur(replace(script, rank=1)).at("save", 6)
     Saboteur(replace(script, fault=None)).at("save", 6)
     first = Saboteur(script)
+    first.at("save")
     first.at("step", 6)
     first.at("save", 4)
     assert not struck
@@ -141,7 +145,8 @@ def test_a_fault_strikes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_processes_sign_in(tmp_path: Path) -> None:
-    script = Script(str(tmp_path))
+    script = Script(str(tmp_path), wait_for_port=80)
+    assert Script.read(script.environment()) == script
     assert script.read_starts() == []
     for step in (None, 4):
         Saboteur(script).sign_in(step)
@@ -153,17 +158,17 @@ def test_processes_sign_in(tmp_path: Path) -> None:
 
 
 def test_nan_poisons_the_next_batch(tmp_path: Path) -> None:
-    def batch() -> Batch:
+    def batch(num_samples: int) -> Batch:
         fields: dict[str, Any] = dict.fromkeys(Batch.__dataclass_fields__)
-        return Batch(**(fields | {"images": torch.ones(2, 3, 4, 4)}))
+        return Batch(**(fields | {"images": torch.ones(2, 3, 4, 4), "ids": range(num_samples)}))
 
     saboteur = Saboteur(Script(str(tmp_path)))
     finite = []
-    for i, got in enumerate(saboteur.poison(iter([batch() for _ in range(4)]))):
+    for i, got in enumerate(saboteur.poison(batch(n) for n in (2, 2, 0, 2, 2))):
         finite.append(bool(got.images.isfinite().all()))
         if i == 1:
             faults.FAULTS["NaN"](saboteur)
-    assert finite == [True, True, False, True]
+    assert finite == [True, True, True, False, True]
 
 
 # --- the door ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,8 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.errors import UserError
 
-_PARTIAL = "step-*.tmp"
+# The store's names; to import it takes torch, and seconds.
+_PARTIAL, _LATEST = "step-*.tmp", "latest"
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,15 @@ def survey(run_dir: Path, *, thorough: bool) -> list[Entry]:
         UserError: no run folder.
     """
     folder = _checkpoints(run_dir)
-    entries = [_entry(path, step) for step, path in step_folders(folder)]
-    leftovers = [
-        Entry(path, None, "partial", "a save that did not end", None, None, _size(path))
-        for path in sorted(folder.glob(_PARTIAL))
-    ]
+    found = step_folders(folder)
+    leftovers = []
+    for path in sorted(folder.glob(_PARTIAL)):
+        if (step := _step_of_complete(path)) is not None:
+            found.append((step, path))
+        else:
+            why = "a save that did not end"
+            leftovers.append(Entry(path, None, "partial", why, None, None, _size(path)))
+    entries = [_entry(path, step) for step, path in sorted(found, reverse=True)]
     return [_verified(entry) if thorough else entry for entry in entries] + leftovers
 
 
@@ -98,10 +104,12 @@ def prune(
     if keep_best:
         kept |= {entry.path for entry in islice(intact(_by_metric(entries)), 1)}
     deleted = [entry for path, entry in verdicts.items() if path not in kept]
+    stays = [entry for path, entry in verdicts.items() if path in kept]
     if not dry_run:
         for entry in deleted:
             _delete(entry.path)
-    return [entry for path, entry in verdicts.items() if path in kept], deleted
+        _mend_latest(stays[0].path)
+    return stays, deleted
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
@@ -123,6 +131,16 @@ def _checkpoints(run_dir: Path) -> Path:
         what = "holds no checkpoints" if run_dir.is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; give a run folder, as runs/NAME")
     return folder
+
+
+def _step_of_complete(partial: Path) -> int | None:
+    """Of a save that was killed between its mark and its renaming, which the next start does."""
+    try:
+        step = read_manifest(partial).step
+    except Damaged:
+        return None
+    complete = partial.name == f"step-{step}.tmp" and not partial.with_suffix("").exists()
+    return step if complete else None
 
 
 def _entry(path: Path, step: int) -> Entry:
@@ -169,6 +187,14 @@ def _by_metric(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _mend_latest(newest: Path) -> None:
+    latest = newest.with_name(_LATEST)
+    if latest.is_symlink() and not latest.exists():
+        with suppress(OSError):
+            latest.unlink()
+            latest.symlink_to(newest.with_suffix("").name)
 
 
 def _size(folder: Path) -> int:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout, set_crc32_options
 
 from lockstep import dist
@@ -37,6 +38,9 @@ INDEX = ".metadata"
 """Name of DCP's own list of what is where."""
 _UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError)
 _NUM_NAMED = 3
+_NUM_FILES, _SMALL_BYTES = 4, 256 * 2**20
+"""Files that a rank writes, and then reads for their checksums, at the same time; a small state is
+one file."""
 
 # The manifest has checksums; a second one would hold Python's lock, and training waits for that.
 set_crc32_options(False)
@@ -50,10 +54,11 @@ def write(folder: Path, tensors: Tensors) -> None:
     Raises:
         OSError: on every rank, when one of them could not write.
     """
+    num_bytes = sum(_local_bytes(t) for group in tensors.values() for t in group.values())
     with _dcp_call():
         dcp_save(
             _flat(tensors),
-            storage_writer=_Writer(folder),
+            storage_writer=_Writer(folder, _NUM_FILES if num_bytes > _SMALL_BYTES else 1),
             planner=DefaultSavePlanner(flatten_state_dict=False),
             process_group=dist.thread_group(),
         )
@@ -103,6 +108,11 @@ def _flat(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Keys ``group/name``: DCP's own flattening joins by dots, which names contain."""
     assert not any("/" in group for group in tensors)
     return {f"{g}/{name}": t for g, group in tensors.items() for name, t in group.items()}
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
 
 
 def _load(folder: Path, index: Metadata, flat: dict[str, torch.Tensor], *, no_dist: bool) -> None:
@@ -210,8 +220,8 @@ class _Reader(FileSystemReader):
 class _Writer(FileSystemWriter):
     """Writes durably and reports the operating system's own error."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=True)
+    def __init__(self, folder: Path, num_files: int) -> None:
+        super().__init__(folder, sync_files=True, thread_count=num_files)
         self.fs = _ReportingFileSystem()
 
     def storage_meta(self) -> StorageMeta:

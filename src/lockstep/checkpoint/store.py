@@ -11,7 +11,8 @@ import errno
 import math
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -343,8 +344,11 @@ def _committed(folder: Path) -> bool:
     return True
 
 
-def _entries(files: Iterable[Path]) -> dict[str, FileEntry]:
-    return {path.name: describe(path) for path in files}
+def _entries(files: Sequence[Path]) -> dict[str, FileEntry]:
+    # hashlib releases Python's lock: the files are read side by side.
+    with ThreadPoolExecutor(max_workers=max(1, len(files))) as pool:
+        entries = pool.map(describe, files)
+        return {path.name: entry for path, entry in zip(files, entries, strict=True)}
 
 
 def _listed(reasons: dict[str, str]) -> str:

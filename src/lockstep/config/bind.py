@@ -26,7 +26,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import UserError
 
 NOT_LAW = (
-    "run.*", "resume", "plan", "stop_at", "device", "compile", "launch.*", "strategy.*", "nccl.*",
+    "run.*", "resume", "plan", "stop_at", "device", "deterministic", "compile", "launch.*", "strategy.*", "nccl.*",
     "telemetry.*", "checkpoint.*", "guard.*", "evaluate.batch", "evaluate.every_*", "data.root",
     "data.workers", "data.prefetch", "batch.micro", "model.activation_checkpointing",
 )  # fmt: skip

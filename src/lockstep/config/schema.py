@@ -286,6 +286,10 @@ class Config(Section):
     stop_at: PositiveInt | None = Field(description="save and stop after this step, to be resumed")
     plan: bool = Field(description="print the plan and exit")
     resume: str = Field(description="auto, never, or the path of a run or checkpoint folder")
+    deterministic: bool = Field(
+        description="bit for bit the same on the same hardware, for the price of speed; without "
+        "it, GPU sums differ in their last bits from run to run"
+    )
     compile: Literal["off", "default"] = Field(description="torch.compile")
     run: Run
     batch: Batch

@@ -7,14 +7,13 @@ user would, and compares what came out with a run that nothing happened to. Leve
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +28,8 @@ from lockstep.telemetry.files import read_records
 RUN = "run"
 """Name of every run; each has a root of its own."""
 
-RANKS = (0, 1)
+NUM_PROCESSES = 2
+RANKS = range(NUM_PROCESSES)
 DAMAGE = ("torn write", "flipped bit")
 """Faults of a file of a run that stands still."""
 NODES = ("lost node", "rejoin")
@@ -54,10 +54,16 @@ NUM_IMAGES = {"train": 47, "val": 23}
 """A slice of uneven size for every rank, and a shorter step at each end of an epoch."""
 AFTER_STEP = 5
 """When a fault strikes: two checkpoints are there, and an evaluation and a save are to come."""
+STOP_AT = 6
+"""Where a run stands still whose files are damaged."""
 TOLERANCE = 1e-4
 MAX_STARTS = 4
 HANG_SECONDS = 15
-"""The run's own patience with a process that is silent."""
+"""The run's patience with a process that hangs, where one does."""
+GATHER_SECONDS = 5
+"""How long a group that lost a node waits for another one."""
+SECONDS_ALONE = 5.0
+"""How long a step takes while a lost node has yet to come back: it has much to import."""
 PATIENCE_SECONDS = 180
 """Ours, with one start."""
 
@@ -182,7 +188,9 @@ def run_cell(site: Site, cell: Cell) -> Outcome:
             return Outcome("LOST", "", f"did not stop at a step: {ends[0].line}")
         _damage(root / RUN, cell)
     else:
-        ends = [_start(site, root, script, nodes=_nodes(cell), rejoin=cell.fault == "rejoin")]
+        patience = [f"launch.timeout_seconds={HANG_SECONDS}"] if cell.fault == "SIGSTOP" else []
+        rejoin = cell.fault == "rejoin"
+        ends = [_start(site, root, script, *patience, nodes=_nodes(cell), rejoin=rejoin)]
     while ends[-1].code != EXIT_OK and len(ends) < MAX_STARTS:
         ends.append(_start(site, root, harmless, nodes=_nodes(cell)))
     try:
@@ -204,25 +212,28 @@ def _script(cell: Cell, root: Path) -> Script:
         rank=cell.rank,
         place=cell.place,
         after_step=AFTER_STEP,
-        # What comes back has to be imported first.
-        seconds_per_step=4.0 if cell.fault == "rejoin" else 0.0,
+        seconds_alone=SECONDS_ALONE if cell.fault == "rejoin" else 0.0,
     )
 
 
 def _start(
     site: Site, root: Path, script: Script, *overrides: str, nodes: int = 1, rejoin: bool = False
 ) -> End:
-    """One start of the command, on one node or two, until all its processes have ended."""
-    number = len(list(root.glob("start-*.log")))
-    log = root / f"start-{number}.log"
-    launch = [f"launch.processes={2 // nodes}", f"launch.timeout_seconds={HANG_SECONDS}"]
-    launch += ["launch.max_restarts=1"]
-    if nodes > 1:
-        port = _free_port()
-        launch += [f"launch.nodes=1:{nodes}", f"launch.rendezvous=localhost:{port}"]
-    words = [*TRAINING, *launch, f"data.root={site.data}", f"run.root={root}", *overrides]
+    """One start of the command, on one node or on two, until all its processes have ended.
 
-    def agent() -> subprocess.Popen[bytes]:
+    Args:
+        rejoin: an agent that was killed comes back when the other trains alone.
+    """
+    words = [*TRAINING, f"data.root={site.data}", f"run.root={root}", "launch.max_restarts=1"]
+    words += [f"launch.processes={NUM_PROCESSES // nodes}", *overrides]
+    second = script
+    if nodes > 1:
+        second = replace(script, wait_for_port=_free_port())
+        meet = f"launch.rendezvous=localhost:{second.wait_for_port}"
+        words += [f'launch.nodes="1:{nodes}"', meet, f"launch.gather_seconds={GATHER_SECONDS}"]
+    log = root / f"start-{len(list(root.glob('start-*.log')))}.log"
+
+    def agent(script: Script) -> subprocess.Popen[bytes]:
         with log.open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", "lockstep.drill", str(site.conf), *words],
@@ -232,24 +243,23 @@ def _start(
                 stderr=file,
             )
 
-    agents = [agent()]
+    # The first is the host of the rendezvous, and has rank 0.
+    agents = [agent(script), *(agent(second) for _ in range(1, nodes))]
     deadline = time.monotonic() + PATIENCE_SECONDS
-    if nodes > 1:
-        _wait(lambda: _listens(port), 60)  # the first one is the host of the rendezvous
-        agents += [agent() for _ in range(nodes - 1)]
     try:
         while any(a.poll() is None for a in agents):
             if time.monotonic() > deadline:
                 return End(-1, log.read_text(errors="replace"), hung=True)
-            lost = next((a for a in agents if a.poll() == -signal.SIGKILL), None)
-            if rejoin and lost is not None:
+            alone = (s for s in script.read_starts() if s.world_size == 1 and s.step is not None)
+            if rejoin and next(alone, None):
                 rejoin = False
-                agents.append(agent())
+                agents.append(agent(script))
             time.sleep(0.1)
     finally:
         for a in agents:
             a.kill()  # its workers end with it
             a.wait()
+    # Of two agents, the one that is left tells how the run ended.
     codes = sorted((a.returncode for a in agents), key=lambda code: (code != EXIT_OK, -code))
     return End(codes[0], log.read_text(errors="replace"))
 
@@ -279,10 +289,10 @@ def _judge(site: Site, cell: Cell, script: Script, ends: list[End]) -> Outcome:
     if _outline(run) != _outline(reference):
         return Outcome("LOST", "", "not the records of a run without a fault")
     worlds = [s.world_size for s in starts if s.rank == 0 and s.step is None]
-    how = _how(cell, worlds, len(ends))
+    how = _how(cell, worlds, len(ends), begun[-1])
     why = f"{how} at step {begun[-1]}"
     if refusals := [end.line for end in ends if end.code == EXIT_USER_ERROR]:
-        return Outcome("refused", how, f"{refusals[0]}; then {why}")
+        return Outcome("refused", how, f"{refusals[0].replace(str(run), 'RUN')}; then {why}")
     return Outcome("same run", how, why)
 
 
@@ -294,20 +304,21 @@ def _lost(cell: Cell, script: Script, ends: list[End], begun: list[int]) -> str 
         return "the fault never struck"
     if ends[-1].code != EXIT_OK:
         return f"{len(ends)} starts, and the last ends with {ends[-1].code}: {ends[-1].line}"
-    if not _wait(lambda: not any(_runs(s.pid) for s in script.read_starts()), 5):
+    if not wait(lambda: not any(_runs(s.pid) for s in script.read_starts()), 5):
         return "a process outlives the run"
     if cell.place != "start" and 0 in begun[1:]:
         return "started over, although there were checkpoints"
     return None
 
 
-def _how(cell: Cell, worlds: list[int], num_starts: int) -> str:
+def _how(cell: Cell, worlds: list[int], num_starts: int, step: int) -> str:
     """In a word, how the run went on.
 
     Args:
         worlds: number of processes each time that they came together.
+        step: from which it went on last.
     """
-    if cell.fault in DAMAGE:
+    if cell.fault in DAMAGE and step < STOP_AT:
         return "fell back"
     if num_starts > 1:
         return "resumed"
@@ -346,7 +357,7 @@ def _line(row: str, cells: Iterable[str]) -> str:
     return "".join([f"{row:<23}", *(f"{cell:<22}" for cell in cells)]).rstrip()
 
 
-def _wait(ready: Callable[[], bool], seconds: float) -> bool:
+def wait(ready: Callable[[], bool], seconds: float) -> bool:
     """Until it is so, or the time is over; returns whether it is so."""
     deadline = time.monotonic() + seconds
     while not (done := ready()) and time.monotonic() < deadline:
@@ -369,6 +380,6 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     with socket.socket() as s:
         return s.connect_ex(("localhost", port)) == 0

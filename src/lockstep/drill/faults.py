@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -49,11 +49,17 @@ class Script:
     place: str = "step"
     after_step: int = 0
     """Not before so many optimiser steps are done; at the start at once."""
-    seconds_per_step: float = 0.0
-    """Slows training down, so that others can keep up with it."""
+    seconds_alone: float = 0.0
+    """Slows every step of a process that trains alone, so that another can come in time."""
+    wait_for_port: int | None = None
+    """The agent begins once somebody listens there."""
 
     def environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Script:
+        return cls(**json.loads(environ[VARIABLE]))
 
     @property
     def fired(self) -> Path:
@@ -89,15 +95,18 @@ class Saboteur:
         self._script = script
         self.poisoned = False
         """The next batch of this process holds NaN."""
+        self.training: Training | None = None
         self.saving = 0
         """The step that was saved last, or is being saved."""
 
-    def at(self, place: str, step: int) -> None:
-        """This process comes to a place after so many optimiser steps."""
+    def at(self, place: str, step: int | None = None) -> None:
+        """This process comes to a place, after so many steps if training does not know it."""
         script = self._script
-        if place == "step":
-            time.sleep(script.seconds_per_step)
-        due = place == "start" or step >= script.after_step
+        if place == "step" and dist.world_size() == 1:
+            time.sleep(script.seconds_alone)
+        if step is None and self.training is not None:
+            step = self.training.state.progress.step
+        due = place == "start" or (step is not None and step >= script.after_step)
         if script.fault is None or (place, dist.rank()) != (script.place, script.rank) or not due:
             return
         try:
@@ -113,9 +122,9 @@ class Saboteur:
             file.write(json.dumps(asdict(here)) + "\n")
 
     def poison(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches, but for the next one where it is to be poisoned."""
+        """The same batches, but for the next one with samples where it is to be poisoned."""
         for batch in batches:
-            if self.poisoned:
+            if self.poisoned and len(batch.ids):
                 self.poisoned = False
                 batch = replace(batch, images=batch.images * float("nan"))
             yield batch
@@ -170,27 +179,29 @@ FAULTS: dict[str, Callable[[Saboteur], None]] = {
 
 def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[str, Any]:
     """Train as the real worker, with what the script has in store for this process."""
-    _install(Saboteur(Script(**json.loads(os.environ[VARIABLE]))))
+    _install(Saboteur(Script.read(os.environ)))
     return worker.run(config, plan, run_dir, stop)
 
 
 def _install(saboteur: Saboteur) -> None:
     def start(*_: Any) -> None:
         saboteur.sign_in(None)
-        saboteur.at("start", 0)
+        saboteur.at("start")
 
-    def fit(t: Training) -> None:
-        saboteur.sign_in(t.state.progress.step)
-        _before(loop, "train_window", lambda *_: saboteur.at("step", t.state.progress.step))
-        _before(loop, "evaluate", lambda *_: saboteur.at("evaluate", t.state.progress.step))
+    def fit(training: Training) -> None:
+        saboteur.training = training
+        saboteur.sign_in(training.state.progress.step)
 
     def save(_: Store, step: int, *__: Any) -> None:
         saboteur.saving = step
 
     _before(worker, "compose", start)
     _before(worker, "fit", fit)
+    _before(loop, "train_window", lambda *_: saboteur.at("step"))
+    _before(loop, "evaluate", lambda *_: saboteur.at("evaluate"))
     _before(Store, "save", save)
-    # Not at the door but in the middle: the shards are written, and not yet committed.
+    # Not at the door but in the middle: the shards are written, and not yet committed. Training
+    # may be some steps ahead.
     _before(store, "describe", lambda _: saboteur.at("save", saboteur.saving))
     batches = Loader.batches
     poisoned = wraps(batches)(lambda *args: saboteur.poison(batches(*args)))

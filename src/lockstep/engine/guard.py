@@ -23,8 +23,8 @@ SPIKE_WINDOW, SPIKE_LEAST = 50, 20
 _NUM_NAMED = 4
 PHASES = ("data", "forward")
 """What each rank does alone, so that its time is its own and not that of whom it waits for."""
-_STRAGGLER_STEPS = 20
-_STRAGGLER_SHARE = 0.05
+_STRAGGLER_STEPS = 50
+_STRAGGLER_SHARE = 0.1
 """A rank is not called slow for less than this share of a step."""
 
 

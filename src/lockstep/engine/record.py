@@ -97,6 +97,7 @@ class Recorder:
         """
         now = time.perf_counter()
         seconds = max(now - self._clock, 1e-9)
+        record["time"] = time.time()
         record["samples_per_second"] = window / seconds
         record["data_wait_fraction"] = min(1.0, (waited - self._waited) / seconds)
         own_seconds = {"data": waited - self._waited}

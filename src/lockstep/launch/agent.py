@@ -385,6 +385,8 @@ def _tail(path: Path) -> str:
     if not path.exists():
         return "its output is above"
     lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    if not lines:
+        return "it has printed nothing"
     return "\n".join([f"end of {path}:", *(f"  {line}" for line in lines)])
 
 

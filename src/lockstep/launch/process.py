@@ -19,6 +19,7 @@ from lockstep.config.plan import Plan, replan
 from lockstep.config.schema import Config
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from lockstep.launch.folder import LOGS, claim
+from lockstep.launch.hang import find_hang
 from lockstep.launch.report import Report, clear_reports, log_path, read_reports
 from lockstep.launch.signals import StopFlag, die_with_parent
 
@@ -125,7 +126,8 @@ def join_group(job: Job) -> int:
     elif mine.kind == "stopped":
         text = f"{mine.message}\nthe same command goes on from {job.run_dir}\n"
     elif reports[0].rank == rank:
-        text = f"rank {rank} failed:\n{mine.traceback}"
+        hang = find_hang(job.logs, [rank], job.config.launch.timeout_seconds)
+        text = f"rank {rank} failed:\n{mine.traceback}" + (f"{hang}\n" if hang else "")
     os.write(terminal, text.encode())
     return code
 

@@ -22,6 +22,7 @@ STEP_KEYS = (
     "samples_per_second",
     "data_wait_fraction",
     "sample_digest",
+    "time",  # seconds since the epoch when the host had queued the step
 )
 EVAL_KEYS = ("kind", "step", "weights", "top1", "top5", "loss", "count")
 
