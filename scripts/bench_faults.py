@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_faults"))
     parser.add_argument("--interval", type=int, default=100, help="stall: steps between saves")
     parser.add_argument("--saves", type=int, default=3, help="stall: how many")
-    parser.add_argument("--modes", default="none,behind,waiting", help="stall: which; none first")
+    parser.add_argument("--modes", default="none,behind,waiting", help="stall: which of these")
     parser.add_argument("--at", type=int, default=30, help="kill: after this step")
     parser.add_argument("--rank", type=int, default=0, help="kill: this one")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="kill: of compare_runs")
@@ -85,8 +85,8 @@ def stall(args: argparse.Namespace) -> dict[str, Any]:
             for save in range(args.interval, steps, args.interval)
         ]
         rows[mode] = {"step_ms": 1000 * usual, "lost_ms": [1000 * x for x in lost]}
-    checkpoint = newest_bytes(args.folder / "stall-behind")
-    base = median(rows["none"]["lost_ms"])
+    checkpoint = newest_bytes(args.folder / f"stall-{args.modes.split(',')[-1]}")
+    base = median(rows["none"]["lost_ms"]) if "none" in rows else 0.0
     print(f"checkpoint of {checkpoint / 1e9:.2f} GB, every {args.interval} steps, n = {args.saves}")
     print(f"{'saves':<8} {'ms/step':>8}  {'ms lost per interval beyond none':<40} {'share':>7}")
     for mode, row in rows.items():

@@ -231,6 +231,7 @@ def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_cudnn_sdp(False)  # has no deterministic backward pass
 
 
 def compile_in_place(model: torch.nn.Module, *, by_block: bool) -> None:

@@ -39,6 +39,7 @@ def open_store(run_dir: Path, *, keep_last: int = 2, keep_best: bool = False) ->
 def save(checkpoints: Store, *args: Any, **kwargs: Any) -> None:
     """Save and wait, so that what the thread met is raised here."""
     checkpoints.save(*args, **kwargs)
+    checkpoints.approve(args[0])
     checkpoints.wait()
 
 
@@ -170,6 +171,7 @@ def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: Any) 
     checkpoints = open_store(tmp_path)
     live = tensors(1.0)
     checkpoints.save(1, live, META | {"saved": 1}, metric=None)
+    checkpoints.approve(1)
     checkpoints.before_update()
     for group in live.values():
         for tensor in group.values():
@@ -178,6 +180,27 @@ def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: Any) 
     changed.set()
     checkpoints.wait()
     assert found_step(tmp_path) == 1
+
+
+def test_a_step_that_turns_out_bad_is_not_saved(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 1)
+    checkpoints.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
+    checkpoints.approve(1)
+    assert checkpoints.unapproved
+    checkpoints.wait()
+    assert names(tmp_path) == {"step-1"}
+
+
+def test_the_records_come_back_with_the_checkpoint(tmp_path: Path) -> None:
+    records = tmp_path / store.RECORDS
+    records.write_text("1\n")
+    checkpoints = saved(tmp_path, 1)
+    for damage in (lambda: records.write_text("?"), records.unlink):
+        damage()
+        found = checkpoints.find()
+        assert found is not None
+        checkpoints.load(found, tensors(-1.0))
+        assert records.read_text() == "1\n"
 
 
 def test_one_save_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
@@ -194,6 +217,7 @@ def test_one_save_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
     checkpoints = open_store(tmp_path, keep_last=9)
     for step in range(1, 6):
         checkpoints.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+        checkpoints.approve(step)
     checkpoints.wait()
     assert most == [1]
     assert names(tmp_path) == {f"step-{step}" for step in range(1, 6)}
@@ -203,6 +227,7 @@ def test_a_failed_save_is_known_and_told_by_the_next(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1)
     with file_size_limit(0):
         checkpoints.save(2, tensors(2.0), META, metric=None)
+        checkpoints.approve(2)
         checkpoints._in_flight._thread.join()  # type: ignore[union-attr]
     assert checkpoints.failed
     with pytest.raises(UserError, match="disk full while saving step 2"):
@@ -216,6 +241,7 @@ def _save_beside_collectives(run_dir: Path) -> None:
     checkpoints = open_store(run_dir)
     for step in range(1, 4):
         checkpoints.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+        checkpoints.approve(step)
         for i in range(50):
             total = dist.all_reduce_sum_(torch.tensor([float(i)]))
             assert total.item() == i * dist.world_size()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep import dist
+from lockstep.checkpoint.store import Store
 from lockstep.engine.guard import StepGuard, StragglerWatch
 from lockstep.engine.record import Recorder
 from lockstep.engine.step import StepSums, digest_of, digest_text
@@ -59,6 +61,7 @@ def recorder_and_records(
     recorder = Recorder(
         CPU,
         telemetry,
+        Store(Path(), keep_last=1, keep_best=False, asynchronous=False),
         StepGuard(guard_config(), FEW, []),
         StragglerWatch(None),
         all_samples_count=exact,

@@ -8,6 +8,8 @@ that a stranger's checkpoint executes nothing.
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -38,6 +40,10 @@ INDEX = ".metadata"
 """Name of DCP's own list of what is where."""
 _UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError)
 _NUM_NAMED = 3
+_DOSE_SECONDS, _REST = 0.001, 10
+"""Of holding Python's lock beside the training, and how many times as long to let it go."""
+hurry = threading.Event()
+"""Set while training waits for the writing."""
 _NUM_FILES, _SMALL_BYTES = 4, 256 * 2**20
 """Files that a rank writes, and then reads for their checksums, at the same time; a small state is
 one file."""
@@ -230,18 +236,31 @@ class _Writer(FileSystemWriter):
 
 
 class _ReportingStream:
-    """Remembers a failed write: torch.save reports it as an unspecific RuntimeError."""
+    """Remembers a failed write: torch.save reports it as an unspecific RuntimeError.
+
+    Beside the training it also rests: the Python between two writes holds the lock that the
+    training needs to keep the GPU busy, and in small doses the GPU does not notice.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.error: OSError | None = None
+        self._beside_training = threading.current_thread() is not threading.main_thread()
+        self._since = time.thread_time()
+        self._held_seconds = 0.0
 
     def write(self, data: Any) -> Any:
+        self._held_seconds += time.thread_time() - self._since
+        if self._beside_training and self._held_seconds > _DOSE_SECONDS:
+            hurry.wait(_REST * self._held_seconds)
+            self._held_seconds = 0.0
         try:
             return self._stream.write(data)
         except OSError as exc:
             self.error = exc
             raise
+        finally:
+            self._since = time.thread_time()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -44,6 +44,12 @@ class Staging:
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
+    def reserve(self, tensors: Tensors) -> None:
+        """Make the memory, which for pinned memory takes seconds."""
+        for group, items in tensors.items():
+            for name, tensor in items.items():
+                self._buffer(f"{group}/{name}", _local(tensor))
+
     def copy(self, tensors: Tensors, changing: Collection[torch.Tensor]) -> Staged:
         """Begin a copy. The one before must have been written.
 
@@ -57,8 +63,7 @@ class Staging:
         on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group, items in tensors.items():
             for name, tensor in items.items():
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                local = local.detach()
+                local = _local(tensor)
                 if local.data_ptr() in early:
                     local = local.clone()
                 host = self._buffer(f"{group}/{name}", local)
@@ -92,6 +97,10 @@ class Staging:
             found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
             self._buffers[key] = found
         return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _like(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from lockstep.checkpoint.manifest import (
     Damaged,
     FileEntry,
     Manifest,
+    atomic_write,
     commit,
     describe,
     read_manifest,
@@ -40,6 +41,8 @@ from lockstep.errors import UserError
 
 LATEST = "latest"
 """A link to the newest checkpoint, for people and tools; resuming looks for itself."""
+RECORDS = "metrics.jsonl"
+"""The run's records up to a step lie in the checkpoint, too: what is lost or altered is restored."""
 _PARTIAL = ".tmp"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -72,13 +75,15 @@ class Store:
         """
         assert keep_last >= 1
         self._folder = run_dir / "checkpoints"
+        self._records = run_dir / RECORDS
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._damaged: set[Path] = set()
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
         self._staging = Staging()
         self._group = dist.second_group() if asynchronous else None
         self._in_flight: _Save | None = None
+        self.reserved = False
 
     def save(
         self,
@@ -97,7 +102,8 @@ class Store:
 
         Args:
             tensors: each rank's shards; the same keys on every rank. With an asynchronous store,
-                call :meth:`before_update` before they change.
+                call :meth:`before_update` before they change and :meth:`approve` when the step has
+                turned out well.
             meta: plain JSON values, those of rank 0 count.
             metric: higher is better; None or non-finite: no candidate for the best.
             changing: tensors that may change before :meth:`before_update` is called.
@@ -107,8 +113,9 @@ class Store:
                 asynchronous store, the one before it. Nothing is left of the failed save and the
                 earlier checkpoints are intact.
         """
+        assert not self.unapproved, "the save before would be forgotten"
         self.wait()
-        if not self._asynchronous:
+        if not self.asynchronous:
             self._save(step, tensors, meta, metric)
             return
         staged = self._staging.copy(tensors, changing)
@@ -118,7 +125,27 @@ class Store:
                 staged.wait()
                 self._save(step, staged.tensors, meta, metric)
 
-        self._in_flight = _Save(staged, work)
+        self._in_flight = _Save(step, staged, work)
+
+    def approve(self, step: int) -> None:
+        """Say that all steps up to ``step`` have turned out well. Not a collective.
+
+        An asynchronous save of that step is written from now on: a GPU's figures are known some
+        steps later, and a state that must not be kept is never written.
+        """
+        if self._in_flight is not None and self._in_flight.step <= step:
+            self._in_flight.begin()
+
+    @property
+    def unapproved(self) -> bool:
+        """Whether a save waits for :meth:`approve`."""
+        return self._in_flight is not None and not self._in_flight.begun
+
+    def reserve(self, tensors: Tensors) -> None:
+        """Make the host memory for copies of ``tensors`` now: the first save would wait for it."""
+        if self.asynchronous and not self.reserved:
+            self._staging.reserve(tensors)
+        self.reserved = True
 
     def before_update(self) -> None:
         """Say that what is being saved will change. Not a collective; the host does not wait."""
@@ -126,14 +153,18 @@ class Store:
             self._in_flight.staged.fence()
 
     def wait(self) -> None:
-        """Wait for the save in flight.
+        """Wait for the save in flight; one that was never approved is forgotten.
 
         Raises:
             UserError: on every rank, when it failed.
         """
         if (save := self._in_flight) is not None:
             self._in_flight = None
-            save.join()
+            shards.hurry.set()
+            try:
+                save.join()
+            finally:
+                shards.hurry.clear()
 
     @property
     def failed(self) -> bool:
@@ -179,6 +210,8 @@ class Store:
     def load(self, found: Found, tensors: Tensors) -> dict[str, Any]:
         """Fill ``tensors`` in place, whatever strategy and number of processes saved them.
 
+        The run's records become those of the checkpoint.
+
         Returns:
             The plain values that were saved.
 
@@ -186,12 +219,17 @@ class Store:
             UserError: the keys, shapes or dtypes differ, or a file holds what it must not.
         """
         shards.read(found.path, found.files, tensors)
+        dist.on_main(partial(self._restore_records, found))
         return found.meta
 
     @staticmethod
     def load_full(found: Found) -> dict[str, dict[str, Any]]:
         """Whole tensors on this process's CPU; not a collective. Raises as ``load``."""
         return shards.read_full(found.path, found.files)
+
+    def _restore_records(self, found: Found) -> None:
+        if RECORDS in found.files:
+            atomic_write(self._records, (found.path / RECORDS).read_bytes())
 
     def _newest_before(self, step: int) -> str | None:
         folders = (p for n, p in step_folders(self._folder) if n != step and _committed(p))
@@ -214,8 +252,10 @@ class Store:
                 f"run.root = {self._folder.parent.parent}: not shared by all nodes "
                 f"({invisible[0]} of another process is not visible); choose a shared file system"
             )
-        index = {shards.INDEX: describe(target / shards.INDEX)}
-        commit(target, replace(manifest, files=manifest.files | index))
+        if self._records.exists():
+            shutil.copyfile(self._records, target / RECORDS)
+        whole = [path for path in (target / shards.INDEX, target / RECORDS) if path.exists()]
+        commit(target, replace(manifest, files=manifest.files | _entries(whole)))
         if final.exists():
             remove(final)
         # Killed here, the next start finds the mark in the partial folder and renames it.
@@ -305,24 +345,35 @@ def _newest_good(folders: Iterable[tuple[int, Path]]) -> tuple[Found | None, dic
 
 
 class _Save:
-    """A save that runs in a thread."""
+    """A save that runs in a thread once it is told to begin."""
 
-    def __init__(self, staged: Staged, work: Callable[[], None]) -> None:
+    def __init__(self, step: int, staged: Staged, work: Callable[[], None]) -> None:
+        self.step = step
         self.staged = staged
         self.error: BaseException | None = None
-        # A daemon: a process that must end does not wait for a disk, or for a lost peer.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="save", daemon=True)
-        self._thread.start()
+        self._work = work
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        if self._thread is None:
+            # A daemon: a process that must end does not wait for a disk, or for a lost peer.
+            self._thread = threading.Thread(target=self._run, name="save", daemon=True)
+            self._thread.start()
+
+    @property
+    def begun(self) -> bool:
+        return self._thread is not None
 
     def join(self) -> None:
         """Wait, and raise what the thread met."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self.error is not None:
             raise self.error
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
-            work()
+            self._work()
         except BaseException as exc:  # noqa: BLE001 - raised where somebody waits for it
             self.error = exc
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -27,7 +28,7 @@ from lockstep.engine.guard import StepGuard, StragglerWatch
 from lockstep.engine.record import Recorder
 from lockstep.engine.state import Progress, TrainState
 from lockstep.engine.step import StepSums, micro_step, update
-from lockstep.errors import Regroup, Stopped
+from lockstep.errors import Regroup, Stopped, UserError
 from lockstep.metrics import EvalResult
 from lockstep.optim.schedule import learning_rate
 from lockstep.strategy.base import Strategy
@@ -87,6 +88,8 @@ def fit(t: Training) -> dict[str, EvalResult]:
     while t.state.progress.step < t.plan.total_steps:
         for window, batches in epoch_windows(t):
             train_window(t, window, batches, recorder)
+            if not t.store.reserved:
+                t.store.reserve(t.state.tensors())  # not before the optimiser has its state
             pause(t, recorder)
     t.store.wait()
     if not t.results:
@@ -105,11 +108,13 @@ def pause(t: Training, recorder: Recorder) -> None:
     saves = stops or regroups or save_is_due(t) or (evaluates and t.saved_step == step)
     if not evaluates and not saves:
         return
-    recorder.settle()
+    # A save alone need not wait for the GPU: the steps up to it are judged before it is written.
+    if evaluates or stops or regroups or last or t.store.unapproved or not t.store.asynchronous:
+        recorder.settle()
     if evaluates and not run_evaluation(t):
         stops = saves = True
     if saves:
-        save(t)
+        save(t, recorder)
     recorder.restart_clock(t.train_loader.wait_seconds)
     if stops and not (last and t.state.progress.evaluated_step == step):
         t.store.wait()
@@ -216,6 +221,14 @@ def run_evaluation(t: Training) -> bool:
     except Interrupted:
         return False
     for weights, result in t.results.items():
+        if not math.isfinite(result.loss):
+            what = f"step {progress.step}: the evaluation of the {weights} weights has loss {result.loss}"
+            if t.guard.nonfinite == "stop":
+                raise UserError(
+                    f"{what}, so nothing is saved of it. Lower optimizer.lr or use precision=bf16 "
+                    "instead of fp16; guard.nonfinite=skip goes on all the same"
+                )
+            t.telemetry.message(what)
         t.telemetry.evaluation(
             {"kind": "eval", "step": progress.step, "weights": weights} | asdict(result)
         )
@@ -227,7 +240,7 @@ def run_evaluation(t: Training) -> bool:
     return True
 
 
-def save(t: Training) -> None:
+def save(t: Training, recorder: Recorder) -> None:
     """Save everything, unless this step is saved already. All ranks enter here."""
     state, progress = t.state, t.state.progress
     if t.saved_step == progress.step:
@@ -244,6 +257,8 @@ def save(t: Training) -> None:
             metric=main_result(t.results).top1 if evaluated else None,
             changing=[*state.model.buffers(), *averages],
         )
+    if recorder.settled:
+        t.store.approve(progress.step)
     t.saved_step = progress.step
 
 
@@ -287,6 +302,7 @@ def build_recorder(t: Training) -> Recorder:
     return Recorder(
         t.device,
         t.telemetry,
+        t.store,
         StepGuard(t.guard, t.train_loader.source, t.state.progress.recent_losses),
         StragglerWatch(t.guard.straggler),
         all_samples_count=t.train_loader.stops_on_error,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lockstep import dist
+from lockstep.checkpoint.store import Store
 from lockstep.engine.guard import PHASES, StepGuard, StragglerWatch
 from lockstep.engine.step import DIGEST_PARTS, StepSums, digest_text
 from lockstep.telemetry import Telemetry
@@ -41,6 +42,7 @@ class Recorder:
         self,
         device: torch.device,
         telemetry: Telemetry,
+        store: Store,
         guard: StepGuard,
         stragglers: StragglerWatch,
         *,
@@ -50,11 +52,13 @@ class Recorder:
         """
         Args:
             telemetry: takes the finished records, in step order.
+            store: is told which steps turned out well.
             all_samples_count: no sample may be left out (``data.on_error=stop``).
             overflow_is_skipped: a non-finite gradient changes no weights (fp16's loss scaler).
         """
         self._device = device
         self._telemetry = telemetry
+        self._store = store
         self._guard = guard
         self._stragglers = stragglers
         self._exact = all_samples_count
@@ -127,6 +131,11 @@ class Recorder:
         while len(self._pending) > self._lag:
             self._finish(self._pending.popleft())
 
+    @property
+    def settled(self) -> bool:
+        """Whether all submitted steps are finished."""
+        return not self._pending
+
     def settle(self) -> None:
         """Finish all queued steps: before an evaluation, a save or the end."""
         while self._pending:
@@ -160,3 +169,4 @@ class Recorder:
         for note in notes:
             if note is not None:
                 self._telemetry.message(note)
+        self._store.approve(record["step"])

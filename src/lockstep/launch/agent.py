@@ -236,7 +236,7 @@ def run_agent(job: Job) -> int:
     launch, plan = job.config.launch, job.plan
     _silence_elastic()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Else a group that forms anew waits at the address of a node that has gone.
+    # Else a group that forms anew meets what the former one has left in the store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in STOP_SIGNALS)
     # torch's own default, all cores for each process, makes them fight.
@@ -294,7 +294,7 @@ def meet(launch: Launch, *, run_id: str) -> Any:
                 min_nodes=launch.min_nodes,
                 max_nodes=launch.max_nodes,
                 local_addr=_local_address(launch),
-                join_timeout=wait,
+                join_timeout=wait + math.ceil(launch.gather_seconds),
                 read_timeout=wait,
                 last_call_timeout=math.ceil(launch.gather_seconds),
             )
