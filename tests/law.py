@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -190,7 +190,6 @@ class Trainer:
         processes: int,
         *overrides: str,
         stop: StopRequest | None = None,
-        train: Callable[..., Any] = train_one_rank,
     ) -> list[dict[str, Any] | None]:
         """Train, or go on; returns each rank's summary, None when stopped."""
         place = (f"data.root={self._data}", f"launch.processes={processes}")
@@ -199,7 +198,7 @@ class Trainer:
         run_dir.mkdir(parents=True, exist_ok=True)
         save_config(config, run_dir / "config.yaml")
         arguments = (config, _plan(config), run_dir, stop or NeverStop())
-        return list(self._pool(processes, train, *arguments))
+        return list(self._pool(processes, train_one_rank, *arguments))
 
     def cell(self, cell: Cell) -> Path:
         """The run of a cell."""

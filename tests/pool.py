@@ -77,7 +77,9 @@ def _place(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _start() -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
+    # What all of them need is imported once, before any thread or group exists.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lockstep.worker", "tests.runs"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()

@@ -133,7 +133,7 @@ def test_checkpoint(
         return (told.err if code == 2 else told.out).splitlines()
 
     run = tmp_path / "run"
-    shutil.copytree(runs["single"], run)
+    shutil.copytree(runs["single"], run, symlinks=True)
     older = run / "checkpoints/step-3"
     shutil.rmtree(older)
     torn = run / "checkpoints/step-5.tmp"
@@ -162,7 +162,7 @@ def test_checkpoint(
         assert line.startswith(f"error: run folder {run} is in use by process ")
         assert older.exists() and torn.exists()
     assert said("prune", run, "--keep-last", 1)[-1] == "kept: step-4"
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-4"]
+    assert [path.name for path in run.glob("checkpoints/step-*")] == ["step-4"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, few_digits: Path) -> Path
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
     """A finished run, to be tampered with."""
-    return shutil.copytree(finished, tmp_path / "run")
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
 
 
 # --- the code ---------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ Level 1.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,18 +17,6 @@ import torch.distributed as torch_dist
 from lockstep.errors import UserError
 
 T = TypeVar("T")
-Group = torch_dist.ProcessGroup
-
-_FOREVER = timedelta(days=7)
-
-
-class _OfThread(threading.local):
-    """The group of the calling thread's collectives; None: the run's own."""
-
-    group: Group | None = None
-
-
-_of_thread = _OfThread()
 
 
 def init(device_type: str, timeout_seconds: float, *, group_of_one: bool) -> torch.device:
@@ -67,34 +53,6 @@ def shutdown() -> None:
         torch_dist.destroy_process_group()
 
 
-def second_group() -> Group | None:
-    """A gloo group of all ranks for another thread's collectives. All ranks enter here.
-
-    It never times out: how long a disk takes is nobody's mistake, and a peer that dies closes the
-    connection.
-    """
-    if not is_distributed():
-        return None
-    group = torch_dist.new_group(backend="gloo", timeout=_FOREVER)
-    assert isinstance(group, Group), "every rank is a member"
-    return group
-
-
-@contextmanager
-def using(group: Group | None) -> Iterator[None]:
-    """Within, this thread's collectives go through ``group`` and never meet other threads'."""
-    before, _of_thread.group = _of_thread.group, group
-    try:
-        yield
-    finally:
-        _of_thread.group = before
-
-
-def thread_group() -> Group | None:
-    """The group that this thread is :func:`using`; None: the run's own."""
-    return _of_thread.group
-
-
 def is_distributed() -> bool:
     return torch_dist.is_available() and torch_dist.is_initialized()
 
@@ -129,7 +87,7 @@ def barrier() -> None:
 def all_reduce_sum_(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over ranks, in place. All ranks enter here."""
     if is_distributed():
-        torch_dist.all_reduce(tensor, group=_of_thread.group)
+        torch_dist.all_reduce(tensor)
     return tensor
 
 
@@ -138,7 +96,7 @@ def gather_objects(obj: T) -> list[T]:
     if not is_distributed():
         return [obj]
     out: list[Any] = [None] * world_size()
-    torch_dist.all_gather_object(out, obj, group=_of_thread.group)
+    torch_dist.all_gather_object(out, obj)
     return out
 
 
@@ -147,7 +105,7 @@ def broadcast_object(obj: T) -> T:
     if not is_distributed():
         return obj
     box = [obj]
-    torch_dist.broadcast_object_list(box, src=0, group=_of_thread.group, device=torch.device("cpu"))
+    torch_dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 

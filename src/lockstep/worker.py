@@ -95,6 +95,7 @@ def _train(
         finally:
             training.telemetry.close(None)
             training.phases.close()
+            training.store.close()
         del training  # or the new one would not fit beside it
 
 
@@ -177,7 +178,9 @@ def compose(
         run_dir,
         keep_last=config.checkpoint.keep_last,
         keep_best=config.checkpoint.keep_best,
-        asynchronous=config.checkpoint.asynchronous,
+        asynchronous=plan.device == "cuda"
+        if config.checkpoint.asynchronous == "auto"
+        else config.checkpoint.asynchronous,
     )
     notes = list(notes)
     found = find_checkpoint(config, store)

@@ -170,7 +170,12 @@ def reset(tensors: shards.Tensors) -> None:
 def _save_sharded(run_dir: Path, reference: Path) -> None:
     _, tensors = model_and_state(sharded=True)
     whole = {g: {n: full(t).detach() for n, t in group.items()} for g, group in tensors.items()}
-    open_store(run_dir).save(1, tensors, {"world_size": dist.world_size()}, metric=None)
+    # Through the writers: what they get are local parts, and where those belong.
+    store = Store(run_dir, keep_last=1, keep_best=False, asynchronous=True)
+    store.save(1, tensors, {"world_size": dist.world_size()}, metric=None)
+    store.approve(1)
+    store.wait()
+    store.close()
     dist.on_main(lambda: torch.save(whole, reference))
 
 

@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lockstep import dist
-from lockstep.checkpoint import manifest, shards, store
+from lockstep.checkpoint import manifest, saver, shards
 from lockstep.checkpoint.manifest import COMMITTED, MANIFEST
 from lockstep.checkpoint.store import Found, Store, find_checkpoint
 from lockstep.errors import UserError
@@ -32,26 +32,21 @@ def tensors(value: float, size: int = 6) -> shards.Tensors:
     }
 
 
-def open_store(run_dir: Path, *, keep_last: int = 2, keep_best: bool = False) -> Store:
-    return Store(run_dir, keep_last=keep_last, keep_best=keep_best, asynchronous=True)
-
-
-def save(checkpoints: Store, *args: Any, **kwargs: Any) -> None:
-    """Save and wait, so that what the thread met is raised here."""
-    checkpoints.save(*args, **kwargs)
-    checkpoints.approve(args[0])
-    checkpoints.wait()
+def open_store(
+    run_dir: Path, *, keep_last: int = 2, keep_best: bool = False, asynchronous: bool = False
+) -> Store:
+    return Store(run_dir, keep_last=keep_last, keep_best=keep_best, asynchronous=asynchronous)
 
 
 def saved(run_dir: Path, *steps: int, **options: Any) -> Store:
     result = open_store(run_dir, **options)
     for step in steps:
-        save(result, step, tensors(float(step)), META | {"saved": step}, metric=None)
+        result.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
     return result
 
 
 def names(run_dir: Path) -> set[str]:
-    return {path.name for path in (run_dir / "checkpoints").iterdir()} - {store.LATEST}
+    return {path.name for path in (run_dir / "checkpoints").iterdir()} - {saver.LATEST}
 
 
 def found_step(run_dir: Path) -> int:
@@ -93,14 +88,14 @@ def test_retention(
 ) -> None:
     checkpoints = open_store(tmp_path, keep_last=keep_last, keep_best=keep_best)
     for step, metric in enumerate(metrics, start=1):
-        save(checkpoints, step, tensors(float(step)), META, metric=metric)
+        checkpoints.save(step, tensors(float(step)), META, metric=metric)
     assert names(tmp_path) == {f"step-{step}" for step in kept}
 
 
 def test_an_intact_step_is_not_saved_again(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 1)
     inode = (tmp_path / "checkpoints" / "step-1").stat().st_ino
-    save(checkpoints, 1, tensors(1.0), META, metric=None)
+    checkpoints.save(1, tensors(1.0), META, metric=None)
     assert (tmp_path / "checkpoints" / "step-1").stat().st_ino == inode
 
 
@@ -118,7 +113,7 @@ def test_damaged_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
         flip_bit(tmp_path / "checkpoints" / f"step-{step}" / "__0_0.distcp")
     resumed = open_store(tmp_path, keep_last=2)
     assert resumed.find() is not None
-    save(resumed, 2, tensors(2.0), META | {"saved": 2}, metric=None)
+    resumed.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
     assert names(tmp_path) == {"step-1", "step-2"}
     assert found_step(tmp_path) == 2
 
@@ -132,67 +127,31 @@ def test_what_cannot_be_deleted_does_not_fail_the_save(
         raise PermissionError(13, "Permission denied", str(folder))
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "remove", refuse)
-        save(checkpoints, 2, tensors(2.0), META | {"saved": 2}, metric=None)
+        patched.setattr(saver, "remove", refuse)
+        checkpoints.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
     assert names(tmp_path) == {"step-1", "step-2"}
-    save(checkpoints, 3, tensors(3.0), META | {"saved": 3}, metric=None)
+    checkpoints.save(3, tensors(3.0), META | {"saved": 3}, metric=None)
     assert names(tmp_path) == {"step-3"}
 
 
 def test_the_metric_of_a_step_may_come_later(tmp_path: Path) -> None:
     """Stopped in the evaluation: saved without, and once more with what the next start found."""
     checkpoints = saved(tmp_path, 1)
-    save(checkpoints, 1, tensors(1.0), META | {"saved": 1}, metric=50.0)
+    checkpoints.save(1, tensors(1.0), META | {"saved": 1}, metric=50.0)
     found = open_store(tmp_path).find()
     assert found is not None and found.metric == 50.0
-    save(checkpoints, 1, tensors(1.0), META | {"saved": 1}, metric=None)
+    checkpoints.save(1, tensors(1.0), META | {"saved": 1}, metric=None)
     found = open_store(tmp_path).find()
     assert found is not None and found.metric == 50.0
 
 
 def test_latest_leads_to_the_newest(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
-    assert (tmp_path / "checkpoints" / store.LATEST).readlink() == Path("step-3")
-
-
-# --- behind the training ----------------------------------------------------------------------
-
-
-def test_what_changes_after_save_is_not_saved(tmp_path: Path, monkeypatch: Any) -> None:
-    """The save is held up until training has changed everything."""
-    changed = threading.Event()
-    real = shards.write
-
-    def slow(*args: Any) -> None:
-        assert changed.wait(30)
-        real(*args)
-
-    monkeypatch.setattr(shards, "write", slow)
-    checkpoints = open_store(tmp_path)
-    live = tensors(1.0)
-    checkpoints.save(1, live, META | {"saved": 1}, metric=None)
-    checkpoints.approve(1)
-    checkpoints.before_update()
-    for group in live.values():
-        for tensor in group.values():
-            tensor.fill_(-7.0)
-    assert found_nothing(tmp_path)
-    changed.set()
-    checkpoints.wait()
-    assert found_step(tmp_path) == 1
-
-
-def test_a_step_that_turns_out_bad_is_not_saved(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 1)
-    checkpoints.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
-    checkpoints.approve(1)
-    assert checkpoints.unapproved
-    checkpoints.wait()
-    assert names(tmp_path) == {"step-1"}
+    assert (tmp_path / "checkpoints" / saver.LATEST).readlink() == Path("step-3")
 
 
 def test_the_records_come_back_with_the_checkpoint(tmp_path: Path) -> None:
-    records = tmp_path / store.RECORDS
+    records = tmp_path / saver.RECORDS
     records.write_text("1\n")
     checkpoints = saved(tmp_path, 1)
     for damage in (lambda: records.write_text("?"), records.unlink):
@@ -203,44 +162,110 @@ def test_the_records_come_back_with_the_checkpoint(tmp_path: Path) -> None:
         assert records.read_text() == "1\n"
 
 
-def test_one_save_at_a_time(tmp_path: Path, monkeypatch: Any) -> None:
-    running, most = [0], [0]
-    real = shards.write
+# --- behind the training ----------------------------------------------------------------------
 
-    def count(*args: Any) -> None:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        real(*args)
-        running[0] -= 1
 
-    monkeypatch.setattr(shards, "write", count)
-    checkpoints = open_store(tmp_path, keep_last=9)
+@pytest.fixture
+def behind(tmp_path: Path) -> Iterator[Store]:
+    checkpoints = open_store(tmp_path, keep_last=9, asynchronous=True)
+    yield checkpoints
+    checkpoints.close()
+
+
+def test_what_changes_after_save_is_not_saved(behind: Store, tmp_path: Path) -> None:
+    live = tensors(1.0)
+    behind.save(1, live, META | {"saved": 1}, metric=None)
+    behind.before_update()
+    for group in live.values():
+        for tensor in group.values():
+            tensor.fill_(-7.0)
+    behind.approve(1)
+    behind.wait()
+    assert found_step(tmp_path) == 1
+
+
+def test_a_step_that_turns_out_bad_is_not_saved(behind: Store, tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    behind.save(2, tensors(2.0), META | {"saved": 2}, metric=None)
+    behind.approve(1)
+    assert behind.unapproved
+    behind.wait()
+    assert names(tmp_path) == {"step-1"}
+
+
+def test_one_save_after_another(behind: Store, tmp_path: Path) -> None:
     for step in range(1, 6):
-        checkpoints.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
-        checkpoints.approve(step)
-    checkpoints.wait()
-    assert most == [1]
+        behind.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+        behind.approve(step)
+    behind.wait()
     assert names(tmp_path) == {f"step-{step}" for step in range(1, 6)}
+    assert found_step(tmp_path) == 5
 
 
-def test_a_failed_save_is_known_and_told_by_the_next(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path, 1)
-    with file_size_limit(0):
-        checkpoints.save(2, tensors(2.0), META, metric=None)
-        checkpoints.approve(2)
-        checkpoints._in_flight._thread.join()  # type: ignore[union-attr]
-    assert checkpoints.failed
-    with pytest.raises(UserError, match="disk full while saving step 2"):
-        checkpoints.save(3, tensors(3.0), META, metric=None)
-    assert not checkpoints.failed
-    save(checkpoints, 3, tensors(3.0), META | {"saved": 3}, metric=None)
+def test_what_is_written_is_what_a_waiting_save_writes(behind: Store, tmp_path: Path) -> None:
+    """Shapes, dtypes and names, of empty, scalar and large tensors."""
+    state = {
+        "model": {
+            "a.weight": torch.randn(3, 5, 2, 2).to(memory_format=torch.channels_last),
+            "half": torch.randn(1000).bfloat16(),
+            "empty": torch.empty(0, 4),
+            "count": torch.tensor(7),
+        },
+        "optimizer": {"state.a.weight.step": torch.tensor(3.0), "view": torch.arange(10.0)[2:5]},
+    }
+    behind.save(1, state, META, metric=5.0)
+    behind.approve(1)
+    behind.wait()
+    found = behind.find()
+    assert found is not None and found.metric == 5.0
+    torch.testing.assert_close(Store.load_full(found), state, rtol=0, atol=0)
+
+
+def test_a_failed_save_is_known_and_told_by_the_next(behind: Store, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    behind.save(2, tensors(2.0), META, metric=None)
+    behind.approve(2)
+    while not behind.failed:
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="while saving step 2"):
+        behind.save(3, tensors(3.0), META, metric=None)
+    assert not behind.failed
+    (tmp_path / "checkpoints").unlink()
+    behind.save(3, tensors(3.0), META | {"saved": 3}, metric=None)
+    behind.approve(3)
+    behind.wait()
     assert found_step(tmp_path) == 3
 
 
+def test_a_killed_writer_is_told(behind: Store, tmp_path: Path) -> None:
+    process = behind.reserve(tensors(1.0))._process
+    process.kill()
+    behind.save(1, tensors(1.0), META, metric=None)
+    behind.approve(1)
+    with pytest.raises(RuntimeError, match="writes checkpoints ended with exit code -9"):
+        behind.wait()
+
+
+def test_the_writer_ends_with_its_rank_and_not_before(behind: Store, tmp_path: Path) -> None:
+    process = behind.reserve(tensors(1.0))._process
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        process.send_signal(signum)
+    behind.save(1, tensors(1.0), META | {"saved": 1}, metric=None)
+    behind.approve(1)
+    behind.wait()
+    assert process.poll() is None
+    behind.close()
+    assert process.wait(30) == 0
+
+
 def _save_beside_collectives(run_dir: Path) -> None:
-    checkpoints = open_store(run_dir)
+    checkpoints = open_store(run_dir, asynchronous=True)
+    mine = tensors(1.0)
     for step in range(1, 4):
-        checkpoints.save(step, tensors(float(step)), META | {"saved": step}, metric=None)
+        for group in mine.values():
+            for tensor in group.values():
+                tensor.fill_(float(step))
+        checkpoints.save(step, mine, META | {"saved": step}, metric=None)
         checkpoints.approve(step)
         for i in range(50):
             total = dist.all_reduce_sum_(torch.tensor([float(i)]))
@@ -248,6 +273,7 @@ def _save_beside_collectives(run_dir: Path) -> None:
     checkpoints.wait()
     found = checkpoints.find()
     assert found is not None and found.step == 3
+    checkpoints.close()
 
 
 def test_saving_does_not_meet_the_collectives_of_training(
@@ -358,7 +384,7 @@ def _die_at(name: str, when: Callable[..., bool] = lambda *_: True) -> Callable[
 
     def patch() -> None:
         module, attribute = name.split(".")
-        owner: Any = {"shards": shards, "store": store, "manifest": manifest, "Path": Path}[module]
+        owner: Any = {"shards": shards, "saver": saver, "manifest": manifest, "Path": Path}[module]
         real = getattr(owner, attribute)
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -372,7 +398,7 @@ def _die_at(name: str, when: Callable[..., bool] = lambda *_: True) -> Callable[
 CRASHES: dict[str, tuple[Callable[[], None], int]] = {
     "before the shards": (_die_at("shards.write"), 2),
     "amid the shards": (_die_at("shards._ReportingFileSystem"), 2),
-    "after the shards": (_die_at("store.describe"), 2),
+    "after the shards": (_die_at("saver.describe"), 2),
     "before the manifest": (_die_at("manifest.atomic_write"), 2),
     "before the mark": (
         _die_at("manifest.atomic_write", lambda path, _: path.name == COMMITTED),
@@ -380,7 +406,7 @@ CRASHES: dict[str, tuple[Callable[[], None], int]] = {
     ),
     "before the rename": (_die_at("Path.rename", lambda path, _: path.name == "step-3.tmp"), 3),
     "after the rename": (
-        _die_at("store.sync_folder", lambda path: (path / "step-3").exists()),
+        _die_at("saver.sync_folder", lambda path: (path / "step-3").exists()),
         3,
     ),
     "amid a deletion": (_die_at("manifest.sync_folder", lambda path: path.name == "step-1"), 3),
@@ -416,7 +442,7 @@ def test_killed_while_saving(tmp_path: Path, patch: Callable[[], None], survivor
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, limit: int) -> None:
     checkpoints = saved(tmp_path, 1)
     with file_size_limit(limit), pytest.raises(UserError) as caught:
-        save(checkpoints, 2, tensors(2.0, size=5000), META, metric=None)
+        checkpoints.save(2, tensors(2.0, size=5000), META, metric=None)
     assert str(caught.value).startswith("disk full while saving step 2: ")
     assert "the previous checkpoint step-1 is intact" in str(caught.value)
     assert names(tmp_path) == {"step-1"}
@@ -430,7 +456,7 @@ def test_refusals_after_the_shards(
     def refuse(*_: Any) -> None:
         raise OSError(5, "Input/output error", "somewhere")
 
-    monkeypatch.setattr(store, name, refuse)
+    monkeypatch.setattr(saver, name, refuse)
     with pytest.raises(UserError, match=r"the file system failed while saving step 1.*none was"):
         saved(tmp_path, 1)
     assert names(tmp_path) == set()
@@ -448,7 +474,7 @@ def _save_on_a_full_disk(run_dir: Path) -> None:
     rank, world = dist.rank(), dist.world_size()
     with file_size_limit(9000 if rank == world - 1 else 10**9):
         try:
-            save(checkpoints, 2, big, META, metric=None)
+            checkpoints.save(2, big, META, metric=None)
             raise AssertionError("saved on a full disk")
         except UserError as exc:
             assert "disk full while saving step 2" in str(exc)
@@ -457,7 +483,7 @@ def _save_on_a_full_disk(run_dir: Path) -> None:
     assert len(set(messages)) == 1
     assert names(run_dir) == {"step-1"}
     # Room was made: the same processes go on.
-    save(checkpoints, 2, big, META, metric=None)
+    checkpoints.save(2, big, META, metric=None)
     found = checkpoints.find()
     assert found is not None and found.step == 2
     assert {f"__{r}_0.distcp" for r in range(world)} < set(found.files)

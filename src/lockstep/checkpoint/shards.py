@@ -8,8 +8,6 @@ that a stranger's checkpoint executes nothing.
 from __future__ import annotations
 
 import pickle
-import threading
-import time
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -27,35 +25,44 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout, set_crc32_options
 
 from lockstep import dist
-from lockstep.checkpoint.staging import Tensors
 from lockstep.errors import UserError
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""Group ("model", "optimizer", "ema") to name to tensor: plain or DTensor, on any device."""
 
 INDEX = ".metadata"
 """Name of DCP's own list of what is where."""
 _UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError)
 _NUM_NAMED = 3
-_DOSE_SECONDS, _REST = 0.001, 10
-"""Of holding Python's lock beside the training, and how many times as long to let it go."""
-hurry = threading.Event()
-"""Set while training waits for the writing."""
 _NUM_FILES, _SMALL_BYTES = 4, 256 * 2**20
 """Files that a rank writes, and then reads for their checksums, at the same time; a small state is
 one file."""
 
-# The manifest has checksums; a second one would hold Python's lock, and training waits for that.
+# The manifest has checksums.
 set_crc32_options(False)
 # DCP's hint on every save of a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is .*", category=UserWarning)
 
 
-def write(folder: Path, tensors: Tensors) -> None:
+def plan_of(tensors: Tensors) -> SavePlan:
+    """What this rank would write of its tensors and where they belong in the whole: plain values."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(_flat(tensors), is_coordinator=dist.is_main())
+    return planner.create_local_plan()
+
+
+def write(folder: Path, tensors: Tensors, plan: SavePlan | None = None) -> None:
     """Write every rank's shards and the index into an existing folder. All ranks enter here.
+
+    Args:
+        plan: of a process in which the tensors were distributed ones; here they are local parts.
 
     Raises:
         OSError: on every rank, when one of them could not write.
@@ -65,8 +72,7 @@ def write(folder: Path, tensors: Tensors) -> None:
         dcp_save(
             _flat(tensors),
             storage_writer=_Writer(folder, _NUM_FILES if num_bytes > _SMALL_BYTES else 1),
-            planner=DefaultSavePlanner(flatten_state_dict=False),
-            process_group=dist.thread_group(),
+            planner=_PlannedBefore(plan) if plan else DefaultSavePlanner(flatten_state_dict=False),
         )
 
 
@@ -223,6 +229,21 @@ class _Reader(FileSystemReader):
         return self._index
 
 
+class _PlannedBefore(DefaultSavePlanner):
+    """Writes local parts by the plan of another process."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._given = plan
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = self._given
+        return self.plan
+
+    def lookup_object(self, index: dcp_metadata.MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]
+
+
 class _Writer(FileSystemWriter):
     """Writes durably and reports the operating system's own error."""
 
@@ -236,31 +257,18 @@ class _Writer(FileSystemWriter):
 
 
 class _ReportingStream:
-    """Remembers a failed write: torch.save reports it as an unspecific RuntimeError.
-
-    Beside the training it also rests: the Python between two writes holds the lock that the
-    training needs to keep the GPU busy, and in small doses the GPU does not notice.
-    """
+    """Remembers a failed write: torch.save reports it as an unspecific RuntimeError."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.error: OSError | None = None
-        self._beside_training = threading.current_thread() is not threading.main_thread()
-        self._since = time.thread_time()
-        self._held_seconds = 0.0
 
     def write(self, data: Any) -> Any:
-        self._held_seconds += time.thread_time() - self._since
-        if self._beside_training and self._held_seconds > _DOSE_SECONDS:
-            hurry.wait(_REST * self._held_seconds)
-            self._held_seconds = 0.0
         try:
             return self._stream.write(data)
         except OSError as exc:
             self.error = exc
             raise
-        finally:
-            self._since = time.thread_time()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

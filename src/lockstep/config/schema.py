@@ -191,8 +191,10 @@ class Checkpoint(Section):
 
     every_epochs: PositiveInt | None
     every_steps: PositiveInt | None
-    asynchronous: bool = Field(
-        alias="async", description="write behind the training; false: training waits"
+    asynchronous: bool | Literal["auto"] = Field(
+        alias="async",
+        description="write behind the training, in a process of its own beside each rank; false: "
+        "training waits; auto: true on GPUs",
     )
     keep_last: PositiveInt
     keep_best: bool = Field(description="also keep the checkpoint of the best top-1")

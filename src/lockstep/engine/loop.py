@@ -88,7 +88,7 @@ def fit(t: Training) -> dict[str, EvalResult]:
     while t.state.progress.step < t.plan.total_steps:
         for window, batches in epoch_windows(t):
             train_window(t, window, batches, recorder)
-            if not t.store.reserved:
+            if t.store.wants_memory:
                 t.store.reserve(t.state.tensors())  # not before the optimiser has its state
             pause(t, recorder)
     t.store.wait()

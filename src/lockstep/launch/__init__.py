@@ -24,7 +24,8 @@ from lockstep.errors import (
 )
 from lockstep.launch import nccl
 from lockstep.launch.env import Joined, join, say
-from lockstep.launch.signals import StopFlag, die_with_parent, handling, refuse_to_start
+from lockstep.launch.signals import StopFlag, handling, refuse_to_start
+from lockstep.parent import die_with_parent
 
 WORKER = "lockstep.worker"
 

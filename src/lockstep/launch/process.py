@@ -21,7 +21,8 @@ from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from lockstep.launch.folder import LOGS, claim
 from lockstep.launch.hang import find_hang
 from lockstep.launch.report import Report, clear_reports, log_path, read_reports
-from lockstep.launch.signals import StopFlag, die_with_parent
+from lockstep.launch.signals import StopFlag
+from lockstep.parent import die_with_parent
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,8 @@
-"""Requests to stop, and the promise that no process outlives its parent. Level 7."""
+"""Requests to stop. Level 7."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,7 +17,6 @@ REGROUP_SIGNAL = signal.SIGUSR2
 """By which an agent asks its workers to save and end, so that another node can join."""
 
 Handler = Callable[[int, FrameType | None], Any]
-_PR_SET_PDEATHSIG = 1
 
 
 class StopFlag:
@@ -94,15 +90,3 @@ def handling(handler: Handler) -> Iterator[None]:
 def refuse_to_start(signum: int, _frame: FrameType | None) -> None:
     """Handler for the time before training."""
     raise Stopped(f"asked to stop ({signal.Signals(signum).name}) before training began")
-
-
-def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the process ``parent``, which started it, ends.
-
-    However the parent ends: a killed agent must not leave workers that hold the GPUs.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
-        os._exit(1)

@@ -19,7 +19,7 @@ from lockstep.config.bind import bind, run_name
 from lockstep.config.cli import Command
 from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from lockstep.launch.env import say
-from lockstep.launch.signals import die_with_parent
+from lockstep.parent import die_with_parent
 
 
 @dataclass

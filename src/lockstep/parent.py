@@ -1,0 +1,22 @@
+"""The promise that no process outlives the one that started it. Level 0."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the process ``parent``, which started it, ends.
+
+    However the parent ends: a killed agent must not leave workers that hold the GPUs.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
