@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lockstep import dist, worker
-from lockstep.checkpoint import store
+from lockstep.checkpoint import saver
 from lockstep.checkpoint.store import Store
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config
@@ -202,7 +202,7 @@ def _install(saboteur: Saboteur) -> None:
     _before(Store, "save", save)
     # Not at the door but in the middle: the shards are written, and not yet committed. Training
     # may be some steps ahead.
-    _before(store, "describe", lambda _: saboteur.at("save", saboteur.saving))
+    _before(saver, "describe", lambda _: saboteur.at("save", saboteur.saving))
     batches = Loader.batches
     poisoned = wraps(batches)(lambda *args: saboteur.poison(batches(*args)))
     setattr(Loader, "batches", poisoned)  # noqa: B010 (a plain assignment is no type of mypy's)
