@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep.config.bind import bind, run_name
-from lockstep.config.cli import Command, explain, help_text, read_command, wants_help
+from lockstep.config.cli import Command, disarm_hydra, explain, help_text, read_command, wants_help
 from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from lockstep.launch import launch
 from lockstep.launch.env import say
@@ -64,6 +64,7 @@ def run(command: Command) -> int:
         except Exception as exc:  # noqa: BLE001 - Hydra would tell the user in its own words
             outcome.append(exc)
 
+    disarm_hydra()
     sys.argv[1:] = command.argv
     compose()
     for result in outcome:

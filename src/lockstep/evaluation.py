@@ -10,9 +10,11 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lockstep.checkpoint.export import card_path, export_weights, read_card
@@ -20,7 +22,7 @@ from lockstep.checkpoint.manifest import check_law
 from lockstep.checkpoint.store import Store, find_checkpoint
 from lockstep.config.bind import bind, law, load_config
 from lockstep.config.plan import Machine, resolve_device
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, PositiveInt
 from lockstep.data.loader import Loader
 from lockstep.data.source import FolderSource
 from lockstep.engine.evaluate import evaluate
@@ -34,16 +36,27 @@ Kind = Literal["raw", "ema"]
 Wanted = Literal["auto", "raw", "ema"]
 """``auto``: the averaged weights where there are any, as a run's own summary has it."""
 
-_CARD_KEYS = (
-    "recipe",
-    "num_classes",
-    "image_size",
-    "classes",
-    "metrics",
-    "data",
-    "git",
-    "versions",
-)
+
+_Known = TypeVar("_Known", bound=BaseModel)
+
+
+class _Metrics(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    step: int
+    weights: Kind
+
+
+class _Card(BaseModel):
+    """What a card must hold, whoever wrote it."""
+
+    recipe: dict[str, Any]
+    num_classes: PositiveInt
+    image_size: PositiveInt
+    classes: list[str] | None
+    metrics: _Metrics
+    data: dict[str, str]
+    git: dict[str, Any] | None
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,24 @@ class Evaluation:
         return asdict(self.result) | {"weights": self.kind, "step": self.step}
 
 
+class _Progress(BaseModel):
+    best_top1: float | None
+    best_step: int | None
+    skipped_steps: list[int] = []
+
+
+class _Meta(BaseModel):
+    """What a checkpoint must hold, to be evaluated."""
+
+    law: dict[str, Any]
+    progress: _Progress
+    data: dict[str, str]
+    versions: dict[str, str]
+    # It need not name these, to be trained on.
+    classes: list[str] | None = None
+    git: dict[str, Any] | None = None
+
+
 def read_weights(where: Path, wanted: Wanted) -> Weights:
     """The weights of a run folder (its newest good checkpoint), a checkpoint or an export.
 
@@ -107,15 +138,16 @@ def read_export(where: Path, wanted: Wanted) -> Weights:
     if where.suffix not in (".safetensors", ".json"):
         raise UserError(f"{where}: give a run folder, a step-N folder or a .safetensors file")
     card = read_card(where)
-    path = card_path(where).with_name(card["weights"]["file"])
-    try:
-        made = {key: card[key] for key in _CARD_KEYS}
-        kind = made["metrics"]["weights"]
-    except (KeyError, TypeError) as exc:
-        raise UserError(f"{card_path(where)}: the card has no {exc}; export the run again") from exc
+    path = card_path(where).with_name(Path(card["weights"]["file"]).name)
+    made = _checked(_Card, card, card_path(where), "export the run again").model_dump()
+    kind = made["metrics"]["weights"]
     if wanted not in ("auto", kind):
         raise UserError(f"--weights {wanted}: {path} holds the {kind} weights alone")
-    return Weights(load_file(path), bind(card["recipe"]), made, [])
+    try:
+        state = load_file(path)
+    except SafetensorError as exc:
+        raise UserError(f"{path}: not a safetensors file ({exc}); export the run again") from exc
+    return Weights(state, bind(made["recipe"]), made, [])
 
 
 def read_checkpoint(where: Path, wanted: Wanted) -> Weights:
@@ -127,31 +159,29 @@ def read_checkpoint(where: Path, wanted: Wanted) -> Weights:
     found = find_checkpoint(where)
     run_dir = found.path.resolve().parent.parent
     config = load_config(run_dir / "config.yaml")
-    check_law(found.meta["law"], law(config))
+    meta = _checked(_Meta, found.meta, found.path, "choose another checkpoint")
+    check_law(meta.law, law(config))
     tensors = Store.load_full(found)
     if wanted == "ema" and "ema" not in tensors:
         raise UserError(f"--weights ema: {found.path} has none; the run had ema.enabled=false")
     kind: Kind = "ema" if wanted != "raw" and "ema" in tensors else "raw"
     # The average covers what is trained; other buffers are the model's own.
     state = tensors["model"] | (tensors["ema"] if kind == "ema" else {})
-    progress = found.meta["progress"]
     card = {
         "recipe": config.model_dump(by_alias=True, mode="json"),
         "num_classes": _num_classes(run_dir),
         "image_size": config.model.image_size or config.data.image_size,
-        # A checkpoint may not name them: it need not, to be trained on.
-        "classes": found.meta.get("classes"),
+        "classes": meta.classes,
         "metrics": {
             "run": str(where),
             "step": found.step,
             "weights": kind,
             **_recorded(run_dir, found.step, kind),
-            "best_top1": progress["best_top1"],
-            "best_step": progress["best_step"],
+            **meta.progress.model_dump(),
         },
-        "data": found.meta["data"],
-        "git": found.meta.get("git"),
-        "versions": found.meta["versions"],
+        "data": meta.data,
+        "git": meta.git,
+        "versions": meta.versions,
     }
     return Weights(state, config, card, [*found.notes, f"read {found.path}"])
 
@@ -225,6 +255,16 @@ def export(weights: Weights, to: Path) -> None:
     export_weights(weights.state, to, card=weights.card)
 
 
+def _checked(kind: type[_Known], values: Any, where: Path, fix: str) -> _Known:
+    """Plain values from a file that anybody may have written."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"{where}: {key}: {first['msg']}; {fix}") from exc
+
+
 def _images(weights: Weights, root: Path | None) -> tuple[FolderSource, list[str]]:
     """The validation images, and what is to be said about them."""
     card, data = weights.card, weights.config.data
@@ -235,7 +275,7 @@ def _images(weights: Weights, root: Path | None) -> tuple[FolderSource, list[str
             f"{root}/val has {len(source.classes)} class folders, but the weights tell "
             f"{card['num_classes']} classes apart: give a folder of the same classes as --data"
         )
-    if source.digest == card["data"]["val"]:
+    if source.digest == card["data"].get("val"):
         return source, []
     return source, [f"note: {source.folder} holds other images than training evaluated"]
 

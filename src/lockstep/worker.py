@@ -16,6 +16,7 @@ from typing import Any
 import timm
 import torch
 import torchvision
+from pydantic import BaseModel, ValidationError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lockstep import __version__, dist
@@ -24,7 +25,7 @@ from lockstep.checkpoint.manifest import atomic_write, check_law
 from lockstep.checkpoint.store import Found, Store
 from lockstep.config.bind import law
 from lockstep.config.plan import Plan
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, PositiveInt
 from lockstep.data.loader import Loader
 from lockstep.data.source import FolderSource
 from lockstep.engine.guard import RollBack
@@ -282,19 +283,35 @@ def find_checkpoint(config: Config, store: Store) -> Found | None:
     return found
 
 
+class _Saved(BaseModel):
+    """What the plain values of a checkpoint must be, whoever wrote it."""
+
+    law: dict[str, Any]
+    data: dict[str, str]
+    progress: Progress
+    scaler: dict[str, float]
+    optimizer: dict[str, Any]
+    world_size: PositiveInt
+    micro_batch: PositiveInt
+
+
 def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, Any]) -> list[str]:
     """Load a checkpoint into ``state``; returns what the user should know of it."""
-    if missing := [k for k in ("law", "data", "progress") if k not in found.meta]:
+    try:
+        _Saved.model_validate(found.meta)
+    except ValidationError as exc:
+        wrong = exc.errors(include_url=False)[0]
         raise UserError(
-            f"{found.path}: not a checkpoint of a run (its manifest lacks {', '.join(missing)}): "
-            "resume from another, or start with resume=never"
-        )
+            f"{found.path}: not a checkpoint of a run (its manifest's "
+            f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}): resume from another, or start "
+            "with resume=never"
+        ) from exc
     check_law(found.meta["law"], manifest["law"])
     for split, digest in manifest["data"].items():
-        if found.meta["data"][split] != digest:
+        if found.meta["data"].get(split) != digest:
             raise UserError(
                 f"the {split} images changed since {found.path.name} was saved (digest "
-                f"{found.meta['data'][split]}, now {digest}): restore the data (dvc checkout), or "
+                f"{found.meta['data'].get(split)}, now {digest}): restore the data (dvc checkout), or "
                 "train anew under another run.name"
             )
     tensors = state.tensors()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint import manage, saver
+from lockstep.checkpoint import manage, manifest
 from lockstep.checkpoint.manage import best, prune, step_folder, survey
 from lockstep.checkpoint.manifest import COMMITTED, MANIFEST, Manifest, commit, describe
 from lockstep.errors import UserError
@@ -129,7 +129,7 @@ def test_a_save_killed_before_its_renaming_is_a_checkpoint(tmp_path: Path) -> No
 def test_prune_mends_the_link_to_the_latest(tmp_path: Path) -> None:
     write(tmp_path, 1)
     truncate(write(tmp_path, 2))
-    latest = tmp_path / "checkpoints" / saver.LATEST
+    latest = tmp_path / "checkpoints" / manifest.LATEST
     latest.symlink_to("step-2")
     prune(tmp_path, keep_last=1, keep_best=False, dry_run=False)
     assert latest.readlink() == Path("step-1")

@@ -46,7 +46,7 @@ def saved(run_dir: Path, *steps: int, **options: Any) -> Store:
 
 
 def names(run_dir: Path) -> set[str]:
-    return {path.name for path in (run_dir / "checkpoints").iterdir()} - {saver.LATEST}
+    return {path.name for path in (run_dir / "checkpoints").iterdir()} - {manifest.LATEST}
 
 
 def found_step(run_dir: Path) -> int:
@@ -147,7 +147,7 @@ def test_the_metric_of_a_step_may_come_later(tmp_path: Path) -> None:
 
 def test_latest_leads_to_the_newest(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
-    assert (tmp_path / "checkpoints" / saver.LATEST).readlink() == Path("step-3")
+    assert (tmp_path / "checkpoints" / manifest.LATEST).readlink() == Path("step-3")
 
 
 def test_the_records_come_back_with_the_checkpoint(tmp_path: Path) -> None:

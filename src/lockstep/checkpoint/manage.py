@@ -16,6 +16,8 @@ from typing import Literal
 
 from lockstep.checkpoint.manifest import (
     COMMITTED,
+    LATEST,
+    PARTIAL,
     Damaged,
     read_manifest,
     remove,
@@ -23,9 +25,6 @@ from lockstep.checkpoint.manifest import (
     verify,
 )
 from lockstep.errors import UserError
-
-# The store's names; to import it takes torch, and seconds.
-_PARTIAL, _LATEST = "step-*.tmp", "latest"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def survey(run_dir: Path, *, thorough: bool) -> list[Entry]:
     folder = _checkpoints(run_dir)
     found = step_folders(folder)
     leftovers = []
-    for path in sorted(folder.glob(_PARTIAL)):
+    for path in sorted(folder.glob(f"step-*{PARTIAL}")):
         if (step := _step_of_complete(path)) is not None:
             found.append((step, path))
         else:
@@ -139,7 +138,7 @@ def _step_of_complete(partial: Path) -> int | None:
         step = read_manifest(partial).step
     except Damaged:
         return None
-    complete = partial.name == f"step-{step}.tmp" and not partial.with_suffix("").exists()
+    complete = partial.name == f"step-{step}{PARTIAL}" and not partial.with_suffix("").exists()
     return step if complete else None
 
 
@@ -190,7 +189,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _mend_latest(newest: Path) -> None:
-    latest = newest.with_name(_LATEST)
+    latest = newest.with_name(LATEST)
     if latest.is_symlink() and not latest.exists():
         with suppress(OSError):
             latest.unlink()

@@ -23,6 +23,10 @@ from lockstep.errors import UserError
 FORMAT = 1
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
+LATEST = "latest"
+"""A link to the newest checkpoint, for people and tools; resuming looks for itself."""
+PARTIAL = ".tmp"
+"""What the folder of a save is called until it is whole."""
 _STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
 _MAX_LAW_LINES = 10
 
@@ -165,7 +169,13 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; the mark goes first, so that half a deletion is no checkpoint."""
+    """Delete a checkpoint; the mark goes first, so that half a deletion is no checkpoint.
+
+    Of a link only the link: what it leads to is not this run's.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / COMMITTED).unlink(missing_ok=True)
     sync_folder(folder)
     shutil.rmtree(folder)

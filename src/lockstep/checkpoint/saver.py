@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from lockstep import dist
 from lockstep.checkpoint import shards
 from lockstep.checkpoint.manifest import (
+    LATEST,
+    PARTIAL,
     Damaged,
     FileEntry,
     Manifest,
@@ -36,11 +38,8 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.shards import Tensors
 from lockstep.errors import UserError
 
-LATEST = "latest"
-"""A link to the newest checkpoint, for people and tools; resuming looks for itself."""
 RECORDS = "metrics.jsonl"
 """The run's records up to a step lie in the checkpoint, too: what is lost or altered is restored."""
-PARTIAL = ".tmp"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

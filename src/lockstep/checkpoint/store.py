@@ -12,8 +12,8 @@ import torch
 
 from lockstep import dist
 from lockstep.checkpoint import shards
-from lockstep.checkpoint.manifest import Damaged, atomic_write, step_folders, verify
-from lockstep.checkpoint.saver import PARTIAL, RECORDS, Saver, is_committed
+from lockstep.checkpoint.manifest import PARTIAL, Damaged, atomic_write, step_folders, verify
+from lockstep.checkpoint.saver import RECORDS, Saver, is_committed
 from lockstep.checkpoint.shards import Tensors
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import UserError

@@ -10,12 +10,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import hydra._internal.hydra as hydra_internals
 import yaml
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.bind import did_you_mean, open_dicts, schema_fields
@@ -43,7 +46,7 @@ keys: python train.py --cfg job prints all of them with their values
   epochs, steps   length of the run; stop_at=STEP saves and stops early
   optimizer.lr    peak learning rate; python train.py plan=true shows how it scales
   run.name        folder below run.root; the same command again resumes, resume=never starts anew
-  below model.kwargs, optimizer.kwargs and nccl.env any name is legal: model.kwargs.depth=6
+  below model.kwargs and optimizer.kwargs any name is legal: model.kwargs.depth=6
 
 flags:
   --help            this text
@@ -90,6 +93,24 @@ class Command:
         typed = OverridesParser.create().parse_overrides(self.overrides)
         same = {o.key_or_group for o in typed if not o.is_sweep_override()}
         return [o for o in overrides if o.lstrip("+~").partition("=")[0] not in same]
+
+
+class _NoCallbacks(Callbacks):
+    """Takes the place of Hydra's, which calls whatever the configuration names."""
+
+    def __init__(self, config: DictConfig | None = None, **_: Any) -> None:
+        super().__init__()
+        for key in ("hydra.callbacks", "hydra.job.env_set"):
+            if config is not None and OmegaConf.select(config, key):
+                raise UserError(f"{key}: a configuration runs nothing here; remove the key")
+
+
+def disarm_hydra() -> None:
+    """Let Hydra compose, and call nothing: a saved configuration may come from a stranger.
+
+    Hydra makes its callbacks of every composed configuration, before it acts upon it.
+    """
+    hydra_internals.Callbacks = _NoCallbacks  # type: ignore[attr-defined]
 
 
 def wants_help(argv: Sequence[str]) -> bool:

@@ -10,6 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_FR_", "TORCH_CPP_LOG_LEVEL",
+                 "GLOO_", "UCX_", "FI_", "CUDA_DEVICE_MAX_CONNECTIONS")  # fmt: skip
+"""What ``nccl.env`` may set: beginnings of names."""
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -97,6 +101,18 @@ class Nccl(Section):
 
     name: str
     env: dict[str, str | int] = Field(description="variables set before the process group starts")
+
+    @field_validator("env")
+    @classmethod
+    def _communication_alone(cls, value: dict[str, str | int]) -> dict[str, str | int]:
+        # A configuration may come from a stranger, and LD_PRELOAD or a plugin's path runs code.
+        for name, text in value.items():
+            if not name.startswith(COMMUNICATION) or "/" in str(text):
+                raise ValueError(
+                    f"only variables {', '.join(f'{c}*' for c in COMMUNICATION)} without paths; "
+                    f"export {name} yourself"
+                )
+        return value
 
 
 class Data(Section):

@@ -172,10 +172,11 @@ def _images(folder: bytes, prefix: bytes) -> Iterator[tuple[bytes, int]]:
                     raise OSError(errno.ELOOP, reason, entry.path)
                 yield from _images(entry.path, path)
             elif os.path.splitext(entry.name)[1].lower().decode(errors="replace") in EXTENSIONS:
-                # A dangling link is listed, so that reading it names it; a pipe would block.
+                # A dangling link is listed, so that reading it names it; a pipe or a device, linked
+                # or not, would block or never end.
                 if entry.is_file():
                     yield path, entry.stat().st_size
-                elif entry.is_symlink():
+                elif entry.is_symlink() and not os.path.exists(entry.path):
                     yield path, 0
 
 

@@ -44,6 +44,7 @@ def build(cfg: Model, *, image_size: int, num_classes: int, seed: int, meta: boo
         UserError: unknown name, argument, size or weights that timm refuses.
     """
     check_name(cfg.name)
+    _check_sources(cfg)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _create(cfg, image_size, num_classes, meta)
@@ -108,6 +109,21 @@ def check_name(name: str) -> None:
     close = difflib.get_close_matches(name, timm.list_models(), n=3)
     hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
     raise UserError(f"model.name = {name}: timm has no such model; {hint}")
+
+
+def _check_sources(cfg: Model) -> None:
+    """Refuse what would load files that may run code; a recipe may come from a stranger."""
+    if other := sorted(k for k in cfg.kwargs if k.startswith("pretrained")):
+        raise UserError(
+            f"model.kwargs.{other[0]}: use model.pretrained=true, and a model.name that names the "
+            "weights (timm.list_pretrained())"
+        )
+    path = str(cfg.kwargs.get("checkpoint_path") or "")
+    if path and not path.endswith(".safetensors"):
+        raise UserError(
+            f"model.kwargs.checkpoint_path = {path}: must be a .safetensors file; other formats "
+            "may run code when they are read"
+        )
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
