@@ -104,6 +104,10 @@ class Writer:
         self._setting_up = threading.Thread(target=self._pipe.send, args=(setup,), daemon=True)
         self._setting_up.start()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def copy(self, tensors: Tensors, changing: Collection[torch.Tensor]) -> None:
         """Begin to copy the state; from a GPU on a stream of its own, beside the next kernels.
 

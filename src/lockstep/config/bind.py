@@ -231,7 +231,7 @@ def _explain(
             below = [k for k in fields if k.startswith(key + ".")]
             message = f"is a section: set {', '.join(below) or key + '.NAME'}"
         else:
-            message = re.sub(r"^(Input|Value|Tuple) ", "", item["msg"])
+            message = re.sub(r"^(Input|Value error,|Value|Tuple) ", "", item["msg"])
             words = [t for t in _types(fields[key].annotation) if isinstance(t, str)]
             if isinstance(item["input"], str) and words:
                 message += did_you_mean(item["input"], words)

@@ -20,7 +20,7 @@ from typing import Literal
 from lockstep.checkpoint.manifest import MANIFEST, step_folders
 from lockstep.checkpoint.shards import INDEX
 from lockstep.data.digits import digit_files
-from lockstep.drill.faults import FAULTS, PLACES, Script
+from lockstep.drill.faults import FAULTS, PLACES, WRITER, Script
 from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from lockstep.telemetry.compare import compare_runs
 from lockstep.telemetry.files import read_records
@@ -38,6 +38,7 @@ RECORDS = "metrics.jsonl"
 FILES = ("shard", MANIFEST, INDEX, RECORDS)
 PLACES_OF = {
     **dict.fromkeys(FAULTS, PLACES),
+    WRITER: ("save",),
     **dict.fromkeys(DAMAGE, FILES),
     **dict.fromkeys(NODES, PLACES),
 }
@@ -188,9 +189,16 @@ def run_cell(site: Site, cell: Cell) -> Outcome:
             return Outcome("LOST", "", f"did not stop at a step: {ends[0].line}")
         _damage(root / RUN, cell)
     else:
-        patience = [f"launch.timeout_seconds={HANG_SECONDS}"] if cell.fault == "SIGSTOP" else []
+        needs = {
+            "SIGSTOP": [f"launch.timeout_seconds={HANG_SECONDS}"],
+            WRITER: ["checkpoint.async=true"],
+        }
         rejoin = cell.fault == "rejoin"
-        ends = [_start(site, root, script, *patience, nodes=_nodes(cell), rejoin=rejoin)]
+        ends = [
+            _start(
+                site, root, script, *needs.get(cell.fault, []), nodes=_nodes(cell), rejoin=rejoin
+            )
+        ]
     while ends[-1].code != EXIT_OK and len(ends) < MAX_STARTS:
         ends.append(_start(site, root, harmless, nodes=_nodes(cell)))
     try:

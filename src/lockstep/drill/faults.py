@@ -22,6 +22,7 @@ import torch
 from lockstep import dist, worker
 from lockstep.checkpoint import saver
 from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.writer import Writer
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config
 from lockstep.data.loader import Batch, Loader
@@ -88,6 +89,10 @@ class Start:
     """Optimiser steps that it need not do again; None: it comes, and has not looked yet."""
 
 
+WRITER = "SIGKILL writer"
+"""The one fault that needs asynchronous saves."""
+
+
 class Saboteur:
     """Stands at all places and strikes at the one of its script."""
 
@@ -96,6 +101,7 @@ class Saboteur:
         self.poisoned = False
         """The next batch of this process holds NaN."""
         self.training: Training | None = None
+        self.writer: Writer | None = None
         self.saving = 0
         """The step that was saved last, or is being saved."""
 
@@ -151,6 +157,11 @@ def _out_of_memory(_: Saboteur) -> None:
     raise torch.OutOfMemoryError("an out-of-memory error of the drill")
 
 
+def _kill_writer(saboteur: Saboteur) -> None:
+    assert saboteur.writer is not None
+    os.kill(saboteur.writer.pid, signal.SIGKILL)
+
+
 def _nan(saboteur: Saboteur) -> None:
     saboteur.poisoned = True
 
@@ -171,6 +182,7 @@ FAULTS: dict[str, Callable[[Saboteur], None]] = {
     "SIGSTOP": _signal(signal.SIGSTOP),
     "NaN": _nan,
     "disk full": _disk_full,
+    WRITER: _kill_writer,
     "SIGTERM agent": _signal(signal.SIGTERM, agent=True),
     "SIGKILL agent": _signal(signal.SIGKILL, agent=True),
 }
@@ -195,6 +207,11 @@ def _install(saboteur: Saboteur) -> None:
     def save(_: Store, step: int, *__: Any) -> None:
         saboteur.saving = step
 
+    def begin(writer: Writer, step: int, *_: Any) -> None:
+        saboteur.writer = writer
+        saboteur.at("save", step)
+
+    _before(Writer, "begin", begin)
     _before(worker, "compose", start)
     _before(worker, "fit", fit)
     _before(loop, "train_window", lambda *_: saboteur.at("step"))

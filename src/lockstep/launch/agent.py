@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
                     group.state = WorkerState.FAILED
                     return result
                 self._form_anew(group)
-            elif group.spec.rdzv_handler.num_nodes_waiting() > 0:
+            elif not self.stop_signal and group.spec.rdzv_handler.num_nodes_waiting() > 0:
                 self._make_room(group)
 
     def _form_anew(self, group: WorkerGroup) -> None:
@@ -185,7 +185,7 @@ class Agent(LocalElasticAgent):
         if now >= self._next_look:
             self._next_look = now + _WATCH_SECONDS
             self._look_for_hang(worker_group)
-        if now >= self._deadline and not self._asked_to_regroup:
+        if now >= self._deadline and (self.stop_signal or not self._asked_to_regroup):
             self._kill()
         result: RunResult = super()._monitor_workers(worker_group)
         return result
@@ -274,7 +274,8 @@ def run_agent(job: Job) -> int:
                 raise _lost_rendezvous(launch, job.run_dir, exc) from exc
             raise _cannot_meet(launch, exc) from exc
         finally:
-            rendezvous.shutdown()
+            if not launch.elastic or (result is not None and not result.is_failed()):
+                rendezvous.shutdown()  # for all nodes; those of an elastic group may go on
     return verdict(job, agent, result)
 
 
