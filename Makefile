@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && echo $$p && break; done)
 # ARGS are further overrides: make train ARGS="launch.processes=2 strategy=fsdp"
 ARGS ?=
+# JOBS test files run at the same time; each starts up to four processes.
+JOBS ?= 2
 
 TORCH := torch torchvision
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
@@ -28,7 +30,7 @@ train: data ## train a small ViT on the embedded data; more overrides in ARGS=".
 	$(BIN)/python train.py experiment=digits $(ARGS)
 
 test: setup data ## run the test suite; pytest arguments in ARGS="..."
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 drill: setup ## break small runs in every way, see what is lost; ARGS="--only SIGKILL --jobs 4"
 	$(BIN)/python scripts/drill.py $(ARGS)
