@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     "cell, verdict, how",
     [
         (Cell("SIGKILL", 1, "save"), "same run", "restarted"),
-        (Cell("NaN", 0, "step"), "refused", "resumed"),
+        (Cell("SIGSTOP", 1, "step"), "same run", "restarted"),
         (Cell("flipped bit", None, "shard"), "same run", "fell back"),
     ],
     ids=str,
@@ -49,6 +49,14 @@ def test_cell(
     assert (outcome.verdict, outcome.how) == (verdict, how), outcome.why
     # Checkpoints are written behind the training: that of step 4 may not be there yet.
     assert re.search(rf"{how} at step [24]$", outcome.why), outcome.why
+
+
+def test_a_node_is_lost_and_comes_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE, the group that forms anew would die."""
+    for name, value in clean_environment().items():
+        monkeypatch.setenv(name, value)
+    outcome = drill.run_cell(site, Cell("rejoin", 1, "step"))
+    assert (outcome.verdict, outcome.how) == ("same run", "rejoined"), outcome.why
 
 
 # --- cells and the table ----------------------------------------------------------------------

@@ -53,13 +53,19 @@ def test_what_the_shell_ignores_stays_ignored() -> None:
 def test_preset_does_not_override_the_user(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("STUB_SET", "mine")
-    monkeypatch.setenv("STUB_SAME", "2")
-    monkeypatch.delenv("STUB_NEW", raising=False)
-    nccl.apply(Nccl(name="x", env={"STUB_SET": "theirs", "STUB_SAME": 2, "STUB_NEW": 1}))
-    assert [os.environ.pop(n) for n in ("STUB_SET", "STUB_SAME", "STUB_NEW")] == ["mine", "2", "1"]
+    monkeypatch.setenv("NCCL_STUB_SET", "mine")
+    monkeypatch.setenv("NCCL_STUB_SAME", "2")
+    monkeypatch.delenv("NCCL_STUB_NEW", raising=False)
+    nccl.apply(
+        Nccl(name="x", env={"NCCL_STUB_SET": "theirs", "NCCL_STUB_SAME": 2, "NCCL_STUB_NEW": 1})
+    )
+    assert [os.environ.pop(n) for n in ("NCCL_STUB_SET", "NCCL_STUB_SAME", "NCCL_STUB_NEW")] == [
+        "mine",
+        "2",
+        "1",
+    ]
     assert capsys.readouterr().err.splitlines() == [
-        "note: STUB_SET=mine from your environment stays (nccl=x would set theirs)"
+        "note: NCCL_STUB_SET=mine from your environment stays (nccl=x would set theirs)"
     ]
 
 

@@ -19,6 +19,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
     # Not in the order of the file, as the engine may build it.
     return {
         "sample_digest": f"{number:024x}",
+        "time": 1.8e9 + number,
         "step": number,
         "kind": "step",
         "epoch": 1,

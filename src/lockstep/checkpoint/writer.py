@@ -75,6 +75,8 @@ class Writer:
         Args:
             tensors: what will be saved; each save has the same names, shapes and dtypes.
         """
+        self._share = _share(tensors)
+        tensors = _only(tensors, self._share)
         slots, num_bytes = _layout(tensors)
         descriptor = os.memfd_create("lockstep-checkpoint")
         os.ftruncate(descriptor, num_bytes)
@@ -115,11 +117,9 @@ class Writer:
             changing: tensors that the next forward pass may write to, not only the next update.
         """
         early = {tensor.data_ptr() for tensor in changing if tensor.is_cuda}
-        assert tensors.keys() == self._buffers.keys()
         self._sources = []
         pairs = []
-        for group, items in tensors.items():
-            assert items.keys() == self._buffers[group].keys(), "the state has changed its names"
+        for group, items in _only(tensors, self._share).items():
             for name, tensor in items.items():
                 local = _local(tensor)
                 if local.data_ptr() in early:
@@ -265,6 +265,34 @@ def _meeting_point() -> tuple[Any, tuple[str, int, int, int] | None]:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     port = dist.broadcast_object(store.port if store is not None else 0)
     return store, (address, port, dist.rank(), dist.world_size())
+
+
+def _share(tensors: Tensors) -> list[tuple[str, str]]:
+    """Group and name of what this rank saves: its shards, and a part of what all ranks have alike.
+
+    Without that, each process of a node would hold a whole copy in host memory.
+    """
+    loads = [0] * dist.world_size()
+    mine = []
+    keys = [(group, name) for group, items in tensors.items() for name in items]
+    # The largest first, each to whom has least: the same on every rank.
+    for group, name in sorted(keys, key=lambda key: -tensors[key[0]][key[1]].numel()):
+        tensor = tensors[group][name]
+        if isinstance(tensor, DTensor):
+            mine.append((group, name))
+            continue
+        owner = loads.index(min(loads))
+        loads[owner] += tensor.numel() * tensor.element_size()
+        if owner == dist.rank():
+            mine.append((group, name))
+    return mine
+
+
+def _only(tensors: Tensors, share: list[tuple[str, str]]) -> Tensors:
+    kept: Tensors = {}
+    for group, name in share:
+        kept.setdefault(group, {})[name] = tensors[group][name]
+    return kept
 
 
 def _layout(tensors: Tensors) -> tuple[list[_Slot], int]:

@@ -93,7 +93,10 @@ def fit(t: Training) -> dict[str, EvalResult]:
             pause(t, recorder)
     t.store.wait()
     if not t.results:
-        _evaluate_all(t)  # resumed after the last step: told before, but not to us
+        try:
+            _evaluate_all(t)  # resumed after the last step: told before, but not to us
+        except Interrupted:
+            raise Stopped("stopped in the last evaluation; everything is saved") from None
     return t.results
 
 
