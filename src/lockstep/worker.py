@@ -5,6 +5,7 @@ Level 6. One process of a run; the launcher has described its place in the envir
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from lockstep import __version__, dist
 from lockstep.checkpoint.export import export_weights, git_revision
 from lockstep.checkpoint.manifest import atomic_write, check_law
-from lockstep.checkpoint.store import Found, Store
+from lockstep.checkpoint.store import Found, Store, refused
 from lockstep.config.bind import law
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config, PositiveInt
@@ -81,6 +82,7 @@ def _train(
             return finish(config, training, run_dir)
         except RollBack as exc:
             training.store.wait()
+            training.store.forget(min(exc.steps))
             skipped = sorted({*training.state.progress.skipped_steps, *exc.steps})
             reasons.append(f"{exc}: rolling back, its update will be left out")
             if len(reasons) > config.guard.max_incidents:
@@ -94,10 +96,13 @@ def _train(
                 training.store.wait()
             raise
         finally:
-            training.telemetry.close(None)
             training.phases.close()
             training.store.close()
-        del training  # or the new one would not fit beside it
+            training.telemetry.close(None)
+        # The new one would not fit beside it, and FSDP's hooks make circles.
+        del training
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def compose(
@@ -275,10 +280,10 @@ def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loa
 
 def find_checkpoint(config: Config, store: Store) -> Found | None:
     """What to go on from: this run's own newest checkpoint, else the one that ``resume`` names."""
-    if config.resume == "never":
-        return None
+    # With resume=never, too: the launcher has seen an empty folder, so what is there is of this
+    # very start, before a restart or a rollback.
     found = store.find()
-    if found is None and config.resume != "auto":
+    if found is None and config.resume not in ("auto", "never"):
         found = store.find(Path(config.resume))
     return found
 
@@ -337,6 +342,7 @@ def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, A
 def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
     """Export the weights, write ``DONE`` and close telemetry. All ranks enter here."""
     result, progress = main_result(t.results), t.state.progress
+    t.phases.enter("finish", progress.step)
     summary: dict[str, Any] = {
         "run": str(run_dir),
         "step": progress.step,
@@ -364,7 +370,8 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
             "versions": t.manifest["versions"],
         }
         export_weights(weights, run_dir / "model.safetensors", card=card)
-        atomic_write(run_dir / "DONE", json.dumps(summary, indent=2).encode())
+        with refused(run_dir):
+            atomic_write(run_dir / "DONE", json.dumps(summary, indent=2).encode())
 
     dist.on_main(write)
     t.telemetry.close(summary)

@@ -433,6 +433,39 @@ def test_killed_while_saving(tmp_path: Path, patch: Callable[[], None], survivor
     assert found_step(tmp_path) == survivor + 1
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    "patch",
+    [
+        _die_at("Path.rename", lambda path, _: path.name == "step-1.tmp"),
+        _die_at("manifest.sync_folder", lambda path: path.name == "step-1"),
+    ],
+    ids=["after the removal", "amid the removal"],
+)
+def test_killed_while_the_only_one_gets_its_metric(
+    tmp_path: Path, patch: Callable[[], None]
+) -> None:
+    saved(tmp_path, 1)
+
+    def doomed() -> None:
+        patch()
+        open_store(tmp_path).save(1, tensors(1.0), META | {"saved": 1}, metric=50.0)
+
+    process = multiprocessing.get_context("fork").Process(target=doomed)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert found_step(tmp_path) == 1
+    found = open_store(tmp_path).find()
+    assert found is not None and found.metric == 50.0
+
+
+def test_forgetting(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1, 2, 3, keep_last=9)
+    store.forget(2)
+    assert names(tmp_path) == {"step-1"}
+
+
 # --- full disks -------------------------------------------------------------------------------
 
 

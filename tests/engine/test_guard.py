@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from lockstep.config.schema import Config
 from lockstep.data.loader import Batch
+from lockstep.engine import guard as guard_module
 from lockstep.engine import loop
 from lockstep.engine.guard import RollBack, StepGuard, StragglerWatch
 from lockstep.engine.state import TrainState
@@ -118,7 +119,7 @@ def test_no_spike_without_the_option() -> None:
     ],
 )
 def test_straggler(seconds: list[list[float]], factor: float | None, found: str | None) -> None:
-    watch = StragglerWatch(factor)
+    watch = StragglerWatch(factor, ranks_meet_in_forward=False)
     notes = [watch.add(np.array(seconds), 1.0) for _ in range(200)]
     told = [note for note in notes if note is not None]
     assert len(told) == (found is not None), "once"
@@ -223,3 +224,24 @@ def test_rolling_back_has_an_end(
     cfg = config("guard.nonfinite=rollback", "guard.max_incidents=2")
     with pytest.raises(UserError, match=r"step 6: .*more than guard.max_incidents = 2 rollbacks"):
         train_one_rank(cfg, plan_of(cfg), tmp_path)
+
+
+def test_a_spike_is_left_behind_with_the_update_before_it(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint that holds that update is not gone on from, though its loss was fine."""
+    monkeypatch.setattr(guard_module, "SPIKE_LEAST", 3)
+    real = loop.micro_step
+
+    def spiky(
+        state: TrainState, strategy: Any, precision: Any, batch: Batch, *a: Any, **k: Any
+    ) -> None:
+        real(state, strategy, precision, batch, *a, **k)
+        if state.progress.step == 5:
+            a[0].loss.mul_(100)
+
+    monkeypatch.setattr(loop, "micro_step", spiky)
+    cfg = config("guard.spike=10", "checkpoint.every_steps=1", "resume=never")
+    summary = train_one_rank(cfg, plan_of(cfg), tmp_path)
+    assert summary is not None and summary["skipped_steps"] == [5, 6]
+    assert [s["step"] for s in records(tmp_path, "step")] == list(range(1, 10))

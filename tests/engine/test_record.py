@@ -63,7 +63,7 @@ def recorder_and_records(
         telemetry,
         Store(Path(), keep_last=1, keep_best=False, asynchronous=False),
         StepGuard(guard_config(), FEW, []),
-        StragglerWatch(None),
+        StragglerWatch(None, ranks_meet_in_forward=False),
         all_samples_count=exact,
         overflow_is_skipped=skips,
     )

@@ -39,7 +39,7 @@ def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
         {"retired": False, "profiling_name": "nccl:all_reduce", "collective_seq_id": 77},
     ]
     flight_path(tmp_path, 0).write_text(json.dumps({"entries": entries}))
-    said = find_hang(tmp_path, [0, 1, 2], TIMEOUT)
+    said = find_hang(tmp_path, [0, 1, 2], 3, TIMEOUT)
     assert said == (
         "rank 1 hangs: for 33 s it has not left data of step 12; rank 0, 2 waits for it in "
         "backward of step 12, in nccl:all_reduce number 77 (launch.timeout_seconds = 10)"
@@ -57,22 +57,37 @@ def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
 def test_no_hang(tmp_path: Path, changes: dict[str, Any], ranks: list[int]) -> None:
     write(tmp_path, 0)
     write(tmp_path, 1, **changes)
-    assert find_hang(tmp_path, ranks, TIMEOUT) is None
+    assert find_hang(tmp_path, ranks, 3, TIMEOUT) is None
 
 
 def test_ranks_of_another_machine_and_of_a_former_group(tmp_path: Path) -> None:
     write(tmp_path, 0)
     write(tmp_path, 1, count=40)  # of another machine: seen, not asked for
     write(tmp_path, 2, count=3, since=time.time() - 900, began=time.time() - 999)  # long gone
-    said = find_hang(tmp_path, [0], TIMEOUT)
+    said = find_hang(tmp_path, [0], 2, TIMEOUT)
     assert said is not None and said.startswith("rank 1 hangs") and "rank 2" not in said
 
 
 def test_all_alike(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(tmp_path, rank)
-    said = find_hang(tmp_path, [0, 1], TIMEOUT)
+    said = find_hang(tmp_path, [0, 1], 3, TIMEOUT)
     assert said is not None and said.startswith("all ranks stand still in backward of step 12")
+
+
+def test_the_end_is_no_hang(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path, rank, name="finish")
+    assert find_hang(tmp_path, [0, 1], 2, TIMEOUT) is None
+
+
+def test_a_slow_disk_is_no_hang(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write(tmp_path, rank, name="save")
+    assert find_hang(tmp_path, [0, 1], 3, TIMEOUT) is None
+    for rank in (0, 1):
+        write(tmp_path, rank, name="save", since=time.time() - 11 * TIMEOUT)
+    assert find_hang(tmp_path, [0, 1], 3, TIMEOUT) is not None
 
 
 def test_a_stopped_process_is_the_one(tmp_path: Path) -> None:
@@ -84,7 +99,7 @@ def test_a_stopped_process_is_the_one(tmp_path: Path) -> None:
             time.sleep(0.01)
         write(tmp_path, 0)
         write(tmp_path, 1, pid=child.pid)
-        said = find_hang(tmp_path, [0, 1], TIMEOUT)
+        said = find_hang(tmp_path, [0, 1], 3, TIMEOUT)
         assert said is not None
         assert said.startswith("rank 1 hangs") and "stopped by a signal (SIGSTOP)" in said
     finally:

@@ -19,6 +19,7 @@ from lockstep.checkpoint.manifest import (
     LATEST,
     PARTIAL,
     Damaged,
+    cut_off,
     read_manifest,
     remove,
     step_folders,
@@ -57,9 +58,10 @@ def survey(run_dir: Path, *, thorough: bool) -> list[Entry]:
     folder = _checkpoints(run_dir)
     found = step_folders(folder)
     leftovers = []
+    complete = {path for path, _ in cut_off(folder)}
     for path in sorted(folder.glob(f"step-*{PARTIAL}")):
-        if (step := _step_of_complete(path)) is not None:
-            found.append((step, path))
+        if path in complete:
+            found.append((read_manifest(path).step, path))
         else:
             why = "a save that did not end"
             leftovers.append(Entry(path, None, "partial", why, None, None, _size(path)))
@@ -130,16 +132,6 @@ def _checkpoints(run_dir: Path) -> Path:
         what = "holds no checkpoints" if run_dir.is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; give a run folder, as runs/NAME")
     return folder
-
-
-def _step_of_complete(partial: Path) -> int | None:
-    """Of a save that was killed between its mark and its renaming, which the next start does."""
-    try:
-        step = read_manifest(partial).step
-    except Damaged:
-        return None
-    complete = partial.name == f"step-{step}{PARTIAL}" and not partial.with_suffix("").exists()
-    return step if complete else None
 
 
 def _entry(path: Path, step: int) -> Entry:

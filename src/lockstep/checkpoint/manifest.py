@@ -168,6 +168,27 @@ def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
     return sorted(((int(m[1]), p) for m, p in matches if m), reverse=True)
 
 
+def is_committed(folder: Path) -> bool:
+    """Whether the mark and the manifest are whole; the other files are not looked at."""
+    try:
+        read_manifest(folder)
+    except Damaged:
+        return False
+    return True
+
+
+def cut_off(checkpoints: Path) -> list[tuple[Path, Path]]:
+    """Saves that were killed between their mark and their renaming: folder and name to come."""
+    pairs = ((path, path.with_suffix("")) for path in sorted(checkpoints.glob(f"step-*{PARTIAL}")))
+    return [
+        (path, to)
+        for path, to in pairs
+        if is_committed(path)
+        and to.name == f"step-{read_manifest(path).step}"
+        and not is_committed(to)
+    ]
+
+
 def remove(folder: Path) -> None:
     """Delete a checkpoint; the mark goes first, so that half a deletion is no checkpoint.
 

@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import (
     Manifest,
     commit,
     describe,
+    is_committed,
     read_manifest,
     remove,
     step_folders,
@@ -152,14 +153,6 @@ class Saver:
         for _, folder in step_folders(self.folder):
             if folder not in keep:
                 remove(folder)
-
-
-def is_committed(folder: Path) -> bool:
-    try:
-        read_manifest(folder)
-    except Damaged:
-        return False
-    return True
 
 
 def _entries(files: Sequence[Path]) -> dict[str, FileEntry]:

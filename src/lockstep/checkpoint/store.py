@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,15 @@ import torch
 
 from lockstep import dist
 from lockstep.checkpoint import shards
-from lockstep.checkpoint.manifest import PARTIAL, Damaged, atomic_write, step_folders, verify
-from lockstep.checkpoint.saver import RECORDS, Saver, is_committed
+from lockstep.checkpoint.manifest import (
+    Damaged,
+    atomic_write,
+    cut_off,
+    remove,
+    step_folders,
+    verify,
+)
+from lockstep.checkpoint.saver import RECORDS, Saver
 from lockstep.checkpoint.shards import Tensors
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import UserError
@@ -178,12 +186,25 @@ class Store:
 
     def _restore_records(self, found: Found) -> None:
         if RECORDS in found.files:
-            atomic_write(self._saver.run_dir / RECORDS, (found.path / RECORDS).read_bytes())
+            with refused(self._saver.run_dir):
+                atomic_write(self._saver.run_dir / RECORDS, (found.path / RECORDS).read_bytes())
+
+    def forget(self, step: int) -> None:
+        """Delete this run's checkpoints of ``step`` and later: what they hold was a mistake."""
+
+        def work() -> None:
+            with refused(self._saver.folder):
+                for number, folder in step_folders(self._saver.folder):
+                    if number >= step:
+                        remove(folder)
+
+        dist.on_main(work)
 
     def _find_own(self) -> Found | None:
-        for complete in self._saver.folder.glob(f"step-*{PARTIAL}"):
-            # Killed between the mark and the rename.
-            if is_committed(complete) and not (final := complete.with_suffix("")).exists():
+        with refused(self._saver.folder):
+            for complete, final in cut_off(self._saver.folder):
+                if final.exists():  # half deleted, to make room for it
+                    remove(final)
                 complete.rename(final)
         found, reasons = _newest_good(step_folders(self._saver.folder))
         self._saver.damaged = {self._saver.folder / name for name in reasons}
@@ -193,6 +214,18 @@ class Store:
                 f"restore one, or delete {self._saver.folder} to start over"
             )
         return found
+
+
+@contextmanager
+def refused(folder: Path) -> Iterator[None]:
+    """Turn an operating system's refusal into a sentence for the user."""
+    try:
+        yield
+    except OSError as exc:
+        raise UserError(
+            f"{exc.filename or folder}: {exc.strerror or exc}. Make room or permit writing below "
+            "run.root, and run the same command again to go on"
+        ) from exc
 
 
 def find_checkpoint(where: Path) -> Found:

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -37,6 +38,7 @@ from lockstep.parent import die_with_parent
 _ALIGN_BYTES = 4096
 _UNWANTED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What is meant for the rank reaches its whole group or job; the writer ends with its rank."""
+_FAREWELL_SECONDS = 10.0
 _PATIENCE = timedelta(days=7)
 """How long a disk takes is nobody's mistake, and a peer that dies closes the connection."""
 
@@ -78,9 +80,9 @@ class Writer:
         self._share = _share(tensors)
         tensors = _only(tensors, self._share)
         slots, num_bytes = _layout(tensors)
-        descriptor = os.memfd_create("lockstep-checkpoint")
-        os.ftruncate(descriptor, num_bytes)
-        self._memory = mmap.mmap(descriptor, num_bytes)
+        self._descriptor = os.memfd_create("lockstep-checkpoint")
+        os.ftruncate(self._descriptor, num_bytes)
+        self._memory = mmap.mmap(self._descriptor, num_bytes)
         self._on_gpu = any(t.is_cuda for group in tensors.values() for t in group.values())
         if self._on_gpu:
             _pin(self._memory)
@@ -93,7 +95,7 @@ class Writer:
         self._store, place = _meeting_point()
         setup = _Setup(
             os.getpid(),
-            f"/proc/{os.getpid()}/fd/{descriptor}",
+            f"/proc/{os.getpid()}/fd/{self._descriptor}",
             num_bytes,
             slots,
             shards.plan_of(tensors),
@@ -103,8 +105,12 @@ class Writer:
         self._pipe, theirs = Pipe()
         self._process = _start(theirs)
         # In a thread: the other side reads when it has imported torch, seconds later.
-        self._setting_up = threading.Thread(target=self._pipe.send, args=(setup,), daemon=True)
+        self._setting_up = threading.Thread(target=self._set_up, args=(setup,), daemon=True)
         self._setting_up.start()
+
+    def _set_up(self, setup: _Setup) -> None:
+        with suppress(OSError):  # a process that has died is told by the first save
+            self._pipe.send(setup)
 
     @property
     def pid(self) -> int:
@@ -184,9 +190,15 @@ class Writer:
 
     def close(self) -> None:
         """Let the process end; not a collective."""
+        self._setting_up.join()
         self._pipe.close()
+        if self._arrived is not None:
+            self._arrived.synchronize()  # before the memory goes
         if self._on_gpu:
             _unpin(self._memory)
+        os.close(self._descriptor)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_FAREWELL_SECONDS)
 
     def _receive(self) -> _Answer:
         try:

@@ -22,7 +22,7 @@ SPIKE_WINDOW, SPIKE_LEAST = 50, 20
 """Steps whose losses a spike is measured by, and how many of them are needed."""
 _NUM_NAMED = 4
 PHASES = ("data", "forward")
-"""What each rank does alone, so that its time is its own and not that of whom it waits for."""
+"""What each rank does alone, unless the strategy lets ranks meet in forward passes."""
 _STRAGGLER_STEPS = 50
 _STRAGGLER_SHARE = 0.1
 """A rank is not called slow for less than this share of a step."""
@@ -118,8 +118,13 @@ class StepGuard:
 class StragglerWatch:
     """Finds the rank that takes longer than the others, from every rank's own seconds."""
 
-    def __init__(self, factor: float | None) -> None:
+    def __init__(self, factor: float | None, *, ranks_meet_in_forward: bool) -> None:
+        """
+        Args:
+            ranks_meet_in_forward: the time there is that of whom a rank waits for.
+        """
         self._factor = factor
+        self._phases = PHASES[:1] if ranks_meet_in_forward else PHASES
         self._seconds: deque[np.ndarray] = deque(maxlen=_STRAGGLER_STEPS)
         self._step_seconds: deque[float] = deque(maxlen=_STRAGGLER_STEPS)
         self._told: set[tuple[int, str]] = set()
@@ -141,7 +146,7 @@ class StragglerWatch:
         step_mean = fmean(self._step_seconds)
         # Judge the next steps afresh: one message for one window.
         self._seconds.clear()
-        for column, phase in enumerate(PHASES):
+        for column, phase in enumerate(self._phases):
             rank = int(means[:, column].argmax())
             its, usual = means[rank, column], float(np.median(np.delete(means[:, column], rank)))
             much = its > self._factor * usual and its - usual > _STRAGGLER_SHARE * step_mean

@@ -307,7 +307,11 @@ def build_recorder(t: Training) -> Recorder:
         t.telemetry,
         t.store,
         StepGuard(t.guard, t.train_loader.source, t.state.progress.recent_losses),
-        StragglerWatch(t.guard.straggler),
+        StragglerWatch(
+            t.guard.straggler,
+            ranks_meet_in_forward=t.plan.strategy in ("fsdp", "hsdp")
+            or t.strategy.cfg.sync_batchnorm,
+        ),
         all_samples_count=t.train_loader.stops_on_error,
         overflow_is_skipped=t.state.scaler.enabled,
     )

@@ -160,7 +160,10 @@ class Recorder:
             broken = f"the loss is {record['loss']}"
         elif not math.isfinite(norm) and not self._overflow_is_skipped:
             broken = f"the gradient norm is {norm}"
-        own = item.own_seconds | {"forward": item.sums.forward.seconds()}
+        # Ranks may have uneven parts of a step: what it would take for an even one.
+        even = item.window / dist.world_size() / max(item.sums.samples, 1)
+        forward = item.sums.forward.seconds() * even if item.sums.samples else 0.0
+        own = item.own_seconds | {"forward": forward}
         self._last_seconds = [own[phase] for phase in PHASES]
         notes = [
             self._guard.check(record, broken, item.sums.losses, left_out=item.left_out),

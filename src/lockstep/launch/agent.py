@@ -104,7 +104,7 @@ class Agent(LocalElasticAgent):
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state is WorkerState.SUCCEEDED:
-                if not any(r.kind == "regroup" for r in self._reports()):
+                if self.stop_signal or not any(r.kind == "regroup" for r in self._reports()):
                     self._exit_barrier()  # type: ignore[no-untyped-call]
                     return result
                 self._form_anew(group)
@@ -130,11 +130,12 @@ class Agent(LocalElasticAgent):
             if len(began) == len(group.workers):
                 say("a node wants to join: the run saves, and goes on with it")
                 self._asked_to_regroup = True
-                self._deadline = time.monotonic() + self._job.config.launch.grace_seconds
+                # They may be in a long evaluation; but if they wait for a peer that was lost, and
+                # waits here to come back, they will not end.
+                self._deadline = time.monotonic() + self._job.config.launch.timeout_seconds
                 for worker in self._running():
                     worker.send_signal(REGROUP_SIGNAL)
         elif time.monotonic() >= self._deadline:
-            # They wait for a peer: the node that waits was one of them.
             self._kill()
             self._form_anew(group)
 
@@ -148,7 +149,12 @@ class Agent(LocalElasticAgent):
             self._newest_step, self._failures = newest, 0
         self._failures += 1
         cause = self.hang or cause_of(reports, result, self.killed)
-        lost_others = launch.elastic and bool(reports) and all(r.lost_peer for r in reports)
+        lost_others = (
+            launch.elastic
+            and bool(reports)
+            and all(r.lost_peer for r in reports)
+            and not silent_ranks(reports, result, self.killed)
+        )
         self._restarts += not lost_others
         allowed = launch.max_restarts
         if allowed is None:
@@ -194,7 +200,9 @@ class Agent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in group.workers]
         if len(self._phases()) < len(ranks):
             return
-        self.hang = find_hang(self._job.logs, ranks, self._job.config.launch.timeout_seconds)
+        timeout = self._job.config.launch.timeout_seconds
+        world_size = (group.group_world_size or 1) * len(ranks)
+        self.hang = find_hang(self._job.logs, ranks, world_size, timeout)
         if self.hang is not None:
             self._kill()
 
@@ -307,11 +315,14 @@ def meet(launch: Launch, *, run_id: str) -> Any:
 def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
     """Tell the user once how the run ended; returns the exit code."""
     reports = read_reports(job.logs, agent.started)
-    stopped = next((r for r in reports if r.kind == "stopped"), None)
+    stopped = next((r for r in reports if r.kind in ("stopped", "regroup")), None)
     failures = [r for r in reports if r.kind in ("user", "crash")]
     if result is not None and not result.is_failed():
-        if stopped is None:
+        if stopped is None and (job.run_dir / DONE).exists():
             return EXIT_OK
+        if stopped is None:
+            say("the workers ended without a word and without finishing; is the disk full?")
+            return EXIT_FAILURE
         say(f"{stopped.message}\nthe same command goes on from {job.run_dir}")
         return EXIT_STOPPED
     if agent.stop_signal is not None and not failures:

@@ -10,8 +10,13 @@ from typing import Any
 
 from lockstep.telemetry.phases import Phase, flight_path, read_phases
 
+_DISK_FACTOR = 10
+"""How much longer all may wait together for a disk than for one another."""
 
-def find_hang(logs: Path, ranks: Collection[int], timeout_seconds: float) -> str | None:
+
+def find_hang(
+    logs: Path, ranks: Collection[int], world_size: int, timeout_seconds: float
+) -> str | None:
     """A sentence about the processes that keep the others waiting; None: the run goes on.
 
     Before a process has done its first step here it may compile for as long as it likes.
@@ -19,15 +24,18 @@ def find_hang(logs: Path, ranks: Collection[int], timeout_seconds: float) -> str
     Args:
         ranks: processes of this machine, which must be there; all others that can be seen count.
     """
-    phases = read_phases(logs)
+    # A larger group before this one has left files of more ranks.
+    phases = [phase for phase in read_phases(logs) if phase.rank < world_size]
     here = [phase for phase in phases if phase.rank in ranks]
     now = time.time()
     if len(here) < len(ranks) or any(phase.steps_here == 0 for phase in here):
         return None
-    # Files of processes that a larger group had are older than any of ours.
-    oldest = min(phase.began for phase in here)
-    phases = [phase for phase in phases if phase.began >= oldest - timeout_seconds]
-    if min(now - phase.since for phase in phases) <= timeout_seconds:
+    if any(phase.name == "finish" for phase in here):
+        return None  # the rest is export and farewell, and each rank's own
+    patience = timeout_seconds
+    if all(phase.name == "save" for phase in phases):
+        patience *= _DISK_FACTOR
+    if min(now - phase.since for phase in phases) <= patience:
         return None
     stopped = [phase for phase in here if process_state(phase.pid) == "T"]
     behind = stopped or [p for p in phases if p.count == min(q.count for q in phases)]

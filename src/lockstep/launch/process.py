@@ -82,14 +82,12 @@ def work(job: Job, stop: StopFlag) -> None:
         import_module(job.worker).run(job.config, plan, job.run_dir, stop)
 
 
-def work_and_report(job: Job, *, restarted: bool = False) -> int:
+def work_and_report(job: Job) -> int:
     """Train as one of several processes; returns the exit code, the reason is in the report."""
     rank = _rank()
     job.logs.mkdir(parents=True, exist_ok=True)
     if rank != 0:
         _redirect_output(log_path(job.logs, rank))
-    if restarted and any(r.kind == "user" for r in read_reports(job.logs)):
-        return EXIT_USER_ERROR  # trying again does not mend a mistake
     clear_reports(job.logs, [rank])
     try:
         with StopFlag(last_chance=False) as stop:
@@ -127,7 +125,7 @@ def join_group(job: Job) -> int:
     elif mine.kind == "stopped":
         text = f"{mine.message}\nthe same command goes on from {job.run_dir}\n"
     elif reports[0].rank == rank:
-        hang = find_hang(job.logs, [rank], job.config.launch.timeout_seconds)
+        hang = find_hang(job.logs, [rank], job.plan.world_size, job.config.launch.timeout_seconds)
         text = f"rank {rank} failed:\n{mine.traceback}" + (f"{hang}\n" if hang else "")
     os.write(terminal, text.encode())
     return code
@@ -139,8 +137,7 @@ def main(job_file: Path) -> int:
     die_with_parent(agent)
     # Until training listens, a signal just ends the process: nothing is there to be saved.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    code = work_and_report(job, restarted=restarted)
+    code = work_and_report(job)
     # To the agent a nonzero code is a failure that ends the peers or restarts the group.
     return EXIT_OK if code == EXIT_STOPPED else code
 

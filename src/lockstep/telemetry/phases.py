@@ -34,7 +34,7 @@ class Phase:
     step: int
     """Optimiser steps done."""
     name: str
-    """start, data, forward, backward, update, evaluate or save."""
+    """start, data, forward, backward, update, evaluate, save or finish."""
     since: float
     """Seconds since the epoch."""
     began: float
