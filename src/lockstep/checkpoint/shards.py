@@ -67,7 +67,7 @@ def write(folder: Path, tensors: Tensors, plan: SavePlan | None = None) -> None:
     Raises:
         OSError: on every rank, when one of them could not write.
     """
-    num_bytes = sum(_local_bytes(t) for group in tensors.values() for t in group.values())
+    num_bytes = sum(local(t).nbytes for group in tensors.values() for t in group.values())
     with _dcp_call():
         dcp_save(
             _flat(tensors),
@@ -122,9 +122,9 @@ def _flat(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {f"{g}/{name}": t for g, group in tensors.items() for name, t in group.items()}
 
 
-def _local_bytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; the tensor itself where nothing is sharded."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _load(folder: Path, index: Metadata, flat: dict[str, torch.Tensor], *, no_dist: bool) -> None:

@@ -70,9 +70,7 @@ class Store:
     ) -> None:
         """Write, commit and retain, behind the training if the store is asynchronous.
 
-        Waits for the save before it. A step that is committed and intact stays as it is, unless it
-        lacks the metric that is known now: the state of a run after a step is the same however it
-        got there. A damaged one is replaced.
+        Waits for the save before it; what is saved and what stays: see :meth:`Saver.save`.
 
         Args:
             tensors: each rank's shards; the same keys on every rank. With an asynchronous store,

@@ -127,7 +127,7 @@ class Writer:
         pairs = []
         for group, items in _only(tensors, self._share).items():
             for name, tensor in items.items():
-                local = _local(tensor)
+                local = shards.local(tensor)
                 if local.data_ptr() in early:
                     local = local.clone()
                 if local.is_cuda:
@@ -311,7 +311,7 @@ def _layout(tensors: Tensors) -> tuple[list[_Slot], int]:
     slots, offset = [], 0
     for group, items in tensors.items():
         for name, tensor in items.items():
-            local = _local(tensor)
+            local = shards.local(tensor)
             slots.append(_Slot(group, name, local.dtype, tuple(local.shape), offset))
             size = local.numel() * local.element_size()
             offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -330,10 +330,6 @@ def _tensors_in(memory: mmap.mmap, slots: list[_Slot]) -> Tensors:
         )
         tensors.setdefault(slot.group, {})[slot.name] = tensor.view(slot.shape)
     return tensors
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _pin(memory: mmap.mmap) -> None:

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.checkpoint.manifest import MANIFEST, step_folders
+from lockstep.checkpoint.saver import RECORDS
 from lockstep.checkpoint.shards import INDEX
 from lockstep.data.digits import digit_files
 from lockstep.drill.faults import FAULTS, PLACES, WRITER, Script
 from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from lockstep.launch.hang import process_state
 from lockstep.telemetry.compare import compare_runs
 from lockstep.telemetry.files import read_records
 
@@ -34,7 +36,6 @@ DAMAGE = ("torn write", "flipped bit")
 """Faults of a file of a run that stands still."""
 NODES = ("lost node", "rejoin")
 """Faults of an agent, one of two; in a rejoin it comes back."""
-RECORDS = "metrics.jsonl"
 FILES = ("shard", MANIFEST, INDEX, RECORDS)
 PLACES_OF = {
     **dict.fromkeys(FAULTS, PLACES),
@@ -375,11 +376,7 @@ def wait(ready: Callable[[], bool], seconds: float) -> bool:
 
 def _runs(pid: int) -> bool:
     """Whether a process is there; one that has ended and waits for its parent is not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    return process_state(pid) not in (None, "Z")
 
 
 def _free_port() -> int:

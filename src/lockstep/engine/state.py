@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from lockstep.checkpoint.shards import Tensors
 from lockstep.models.batchnorm import RunningStatistics
 from lockstep.optim.ema import WeightAverage
 from lockstep.strategy.precision import LossScaler
 
-Tensors = dict[str, dict[str, torch.Tensor]]
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
