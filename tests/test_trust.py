@@ -294,7 +294,7 @@ def test_a_lying_card(
     weights, card_file = run / "model.safetensors", run / "model.json"
     card = json.loads(card_file.read_text())
     lie(card, weights)
-    card["weights"]["blake2b"] = describe(weights).blake2b  # and the checksum fits
+    card["weights"]["sha256"] = describe(weights).sha256  # and the checksum fits
     card_file.write_text(json.dumps(card))
 
     def attempt() -> None:

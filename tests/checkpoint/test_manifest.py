@@ -71,7 +71,7 @@ def recommitted(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
         commit(folder, Manifest(0, None, {}, {}))
         text = json.dumps(raw).encode()
         (folder / MANIFEST).write_bytes(text)
-        (folder / COMMITTED).write_text(hashlib.blake2b(text).hexdigest())
+        (folder / COMMITTED).write_text(hashlib.sha256(text).hexdigest())
 
     return damage
 
@@ -99,14 +99,14 @@ def flip_bit(path: Path, position: int = -1) -> None:
         ),
         pytest.param(lambda f: (f / "a.bin").unlink(), "shard a.bin: No such file", id="missing"),
         pytest.param(
-            recommitted(lambda raw: raw.update(format=2)),
-            "format 2, this version reads 1",
+            recommitted(lambda raw: raw.update(format=3)),
+            "format 3, this version reads 2",
             id="new",
         ),
         pytest.param(recommitted(lambda raw: raw.pop("meta")), "not a manifest", id="lacks a key"),
         pytest.param(recommitted(lambda raw: raw.update(files=[])), "not a manifest", id="no dict"),
         pytest.param(
-            recommitted(lambda raw: raw["files"].update({"../x": {"size": 0, "blake2b": ""}})),
+            recommitted(lambda raw: raw["files"].update({"../x": {"size": 0, "sha256": ""}})),
             "outside the checkpoint",
             id="path that leads out",
         ),

@@ -77,6 +77,8 @@ def test_any_optimizer_goes_on_as_if_nothing_had_happened(name: str) -> None:
         pytest.skip(str(error))
     train(whole, 0, 7)
     train(parts, 0, 4)
+    named = {k for k, v in parts._flat_optimizer().items() if isinstance(v, torch.Tensor)}
+    assert parts.tensors()["optimizer"].keys() == named
     parts = restored(state_with(name), *saved(parts))
     train(parts, 4, 7)
     assert_same(parts, whole)

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.checkpoint import writer
+from lockstep.checkpoint.store import Store, find_checkpoint
 from lockstep.config.plan import Machine
 from tests.conftest import REPOSITORY, free_port
 from tests.runs import configure, plan_of, records, train_one_rank
@@ -244,3 +246,47 @@ def test_same_run_on_all_gpus(
     assert done.returncode == 0, done.stderr
     exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
     check_same_run(records(tmp_path / "runs/all", "step"), exact, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("reserve", [0.0, 1.1], ids=["copied on the GPU", "straight to the host"])
+def test_saves_behind_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reserve: float
+) -> None:
+    monkeypatch.setattr(writer, "_GPU_RESERVE", reserve)
+    store = Store(tmp_path, keep_last=9, keep_best=False, asynchronous=True)
+    weight = torch.zeros(2**26, device=DEVICE)
+    buffer = torch.zeros(3, 5, 7, device=DEVICE)
+    state = {
+        "model": {"weight": weight, "buffer": buffer},
+        "optimizer": {
+            "step": torch.zeros(()),
+            "narrow": weight.bfloat16()[:1001],
+            "empty": torch.empty(0, device=DEVICE),
+        },
+    }
+
+    def become(value: int) -> None:
+        for tensor in (t for group in state.values() for t in group.values()):
+            tensor.fill_(value)
+
+    for step in range(1, 5):
+        become(step)
+        store.save(step, state, {"saved": step}, metric=None, changing=[buffer])
+        buffer.fill_(-1)  # the next forward pass
+        store.before_update()
+        become(-step)
+        if step == 2:  # it has turned out bad: given up while its copies are under way
+            store.wait()
+        store.approve(step)
+    store.wait()
+    store.close()
+    assert {p.name for p in (tmp_path / "checkpoints").glob("step-*")} == {
+        "step-1",
+        "step-3",
+        "step-4",
+    }
+    for step in (1, 3, 4):
+        found = find_checkpoint(tmp_path / "checkpoints" / f"step-{step}")
+        for group in Store.load_full(found).values():
+            for name, tensor in group.items():
+                assert (tensor == step).all(), (step, name)

@@ -53,7 +53,7 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
         weights = {
             "file": path.name,
             "size": entry.size,
-            "blake2b": entry.blake2b,
+            "sha256": entry.sha256,
             "num_tensors": len(tensors),
         }
         text = json.dumps(card | {"weights": weights}, indent=2, ensure_ascii=False)
@@ -80,14 +80,14 @@ def read_card(path: Path) -> dict[str, Any]:
     try:
         card: dict[str, Any] = json.loads(card_file.read_bytes())
         entry = card["weights"]
-        weights, digest = card_file.with_name(Path(entry["file"]).name), entry["blake2b"]
+        weights, digest = card_file.with_name(Path(entry["file"]).name), entry["sha256"]
     except OSError as exc:
         raise UserError(f"{card_file}: no card ({exc.strerror}); export the run again") from exc
     except (ValueError, KeyError, TypeError) as exc:
         raise UserError(f"{card_file}: not a card of exported weights ({exc})") from exc
     try:
         with weights.open("rb") as file:
-            found = hashlib.file_digest(file, "blake2b").hexdigest()
+            found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as exc:
         raise UserError(f"{weights}: cannot be read ({exc.strerror})") from exc
     if found != digest:

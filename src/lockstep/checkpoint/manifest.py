@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 LATEST = "latest"
@@ -41,7 +41,7 @@ class FileEntry:
 
     size: int
     """Bytes."""
-    blake2b: str
+    sha256: str
     """Hexadecimal digest of the content."""
 
 
@@ -89,15 +89,15 @@ def describe(path: Path) -> FileEntry:
     """Make a file's content durable and return its entry."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "blake2b").hexdigest()
-        return FileEntry(size=file.tell(), blake2b=digest)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(size=file.tell(), sha256=digest)
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, then the mark that says that everything before it is durable."""
     text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1).encode()
     atomic_write(folder / MANIFEST, text)
-    atomic_write(folder / COMMITTED, hashlib.blake2b(text).hexdigest().encode())
+    atomic_write(folder / COMMITTED, hashlib.sha256(text).hexdigest().encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest:
         mark = (folder / COMMITTED).read_bytes()
     except OSError as exc:
         raise Damaged(f"{MANIFEST}: {exc.strerror or exc}") from exc
-    if hashlib.blake2b(text).hexdigest().encode() != mark.strip():
+    if hashlib.sha256(text).hexdigest().encode() != mark.strip():
         raise Damaged(f"{MANIFEST}: checksum differs")
     try:
         raw = json.loads(text)
@@ -147,13 +147,13 @@ def verify(folder: Path) -> Manifest:
 
     def digest(name: str) -> str:
         with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "blake2b").hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     # hashlib releases the GIL: shards are read side by side.
     with ThreadPoolExecutor(max_workers=8) as pool:
         try:
             for name, found in zip(manifest.files, pool.map(digest, manifest.files), strict=True):
-                if found != manifest.files[name].blake2b:
+                if found != manifest.files[name].sha256:
                     raise Damaged(f"shard {name}: checksum differs")
         except OSError as exc:
             raise Damaged(f"a shard cannot be read: {exc}") from exc

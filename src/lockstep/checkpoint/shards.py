@@ -41,7 +41,7 @@ INDEX = ".metadata"
 """Name of DCP's own list of what is where."""
 _UNREADABLE = (OSError, EOFError, KeyError, ValueError, RuntimeError, pickle.UnpicklingError)
 _NUM_NAMED = 3
-_NUM_FILES, _SMALL_BYTES = 4, 256 * 2**20
+_NUM_FILES, _SMALL_BYTES = 8, 256 * 2**20
 """Files that a rank writes, and then reads for their checksums, at the same time; a small state is
 one file."""
 

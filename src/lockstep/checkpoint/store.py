@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ class Store:
         self.asynchronous = asynchronous
         self._writer: Writer | None = None
         self._unapproved: tuple[int, dict[str, Any], float | None] | None = None
+        self.waited_seconds = 0.0
+        """How long the last :meth:`save` waited for the one before it."""
 
     def save(
         self,
@@ -86,7 +89,9 @@ class Store:
                 earlier checkpoints are intact.
         """
         assert not self.unapproved, "the save before would be forgotten"
+        began = time.monotonic()
         self.wait()
+        self.waited_seconds = time.monotonic() - began
         if not self.asynchronous:
             self._saver.save(step, tensors, meta, metric=metric)
             return

@@ -36,6 +36,10 @@ from lockstep.errors import UserError
 from lockstep.parent import die_with_parent
 
 _ALIGN_BYTES = 4096
+_CHUNK_BYTES = 256 * 2**20
+"""Copied from the GPU at a time: other copies from it pass in between."""
+_GPU_RESERVE = 0.05
+"""Of the GPU's memory that stays free when it holds a second copy of the state."""
 _UNWANTED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What is meant for the rank reaches its whole group or job; the writer ends with its rank."""
 _FAREWELL_SECONDS = 10.0
@@ -79,17 +83,16 @@ class Writer:
         """
         self._share = _share(tensors)
         tensors = _only(tensors, self._share)
-        slots, num_bytes = _layout(tensors)
+        slots, num_gpu_bytes, num_bytes = _layout(tensors)
         self._descriptor = os.memfd_create("lockstep-checkpoint")
         os.ftruncate(self._descriptor, num_bytes)
         self._memory = mmap.mmap(self._descriptor, num_bytes)
-        self._on_gpu = any(t.is_cuda for group in tensors.values() for t in group.values())
-        if self._on_gpu:
+        self._host = _tensors_in(self._memory, slots)
+        self._gpu: _GpuSide | None = None
+        if num_gpu_bytes:
             _pin(self._memory)
-        self._buffers = _tensors_in(self._memory, slots)
-        self._stream = torch.cuda.Stream() if self._on_gpu else None
-        self._arrived: torch.cuda.Event | None = None
-        self._sources: list[torch.Tensor] = []
+            memory = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_gpu_bytes)
+            self._gpu = _GpuSide(memory, self._host, slots)
         self._answer: _Answer | None = None
         self._busy = False
         self._store, place = _meeting_point()
@@ -107,6 +110,7 @@ class Writer:
         # In a thread: the other side reads when it has imported torch, seconds later.
         self._setting_up = threading.Thread(target=self._set_up, args=(setup,), daemon=True)
         self._setting_up.start()
+        self._sending = self._setting_up
 
     def _set_up(self, setup: _Setup) -> None:
         with suppress(OSError):  # a process that has died is told by the first save
@@ -122,47 +126,38 @@ class Writer:
         Args:
             changing: tensors that the next forward pass may write to, not only the next update.
         """
-        early = {tensor.data_ptr() for tensor in changing if tensor.is_cuda}
-        self._sources = []
-        pairs = []
+        gpu_pairs = []
         for group, items in _only(tensors, self._share).items():
             for name, tensor in items.items():
                 local = shards.local(tensor)
-                if local.data_ptr() in early:
-                    local = local.clone()
                 if local.is_cuda:
-                    self._sources.append(local)
-                pairs.append((self._buffers[group][name], local))
-        if self._stream is None:
-            for host, local in pairs:
-                host.copy_(local)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for host, local in pairs:
-                host.copy_(local, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+                    gpu_pairs.append(((group, name), local))
+                else:
+                    self._host[group][name].copy_(local)
+        if self._gpu is not None:
+            self._gpu.copy(gpu_pairs, changing)
 
     def fence(self) -> None:
         """Let the device finish the copies before it runs what is queued next; the host goes on."""
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
+        if self._gpu is not None:
+            self._gpu.fence()
 
     def begin(self, step: int, meta: dict[str, Any], metric: float | None) -> None:
-        """Write the copies."""
+        """Write the copies as soon as they have arrived."""
         assert not self._busy
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-            self._sources = []
+        self._busy, self._answer = True, None
+        # In a thread: the host has steps to queue while large copies are under way.
+        self._sending = threading.Thread(
+            target=self._send, args=((step, meta, metric),), daemon=True
+        )
+        self._sending.start()
+
+    def _send(self, order: tuple[int, dict[str, Any], float | None]) -> None:
+        if self._gpu is not None:
+            self._gpu.wait()
         self._setting_up.join()
-        self._busy = True
-        self._answer = None
-        try:
-            self._pipe.send((step, meta, metric))
-        except OSError:
-            self._answer = _Answer(False, self._death())
+        with suppress(OSError):  # a process that has died is told when the answer is read
+            self._pipe.send(order)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -183,6 +178,7 @@ class Writer:
         """
         if not self._busy:
             return
+        self._sending.join()
         answer = self._answer or self._receive()
         self._busy, self._answer = False, None
         if answer.error is not None:
@@ -191,10 +187,10 @@ class Writer:
     def close(self) -> None:
         """Let the process end; not a collective."""
         self._setting_up.join()
+        self._sending.join()
         self._pipe.close()
-        if self._arrived is not None:
-            self._arrived.synchronize()  # before the memory goes
-        if self._on_gpu:
+        if self._gpu is not None:
+            self._gpu.wait()  # before the memory goes
             _unpin(self._memory)
         os.close(self._descriptor)
         with suppress(subprocess.TimeoutExpired):
@@ -212,6 +208,82 @@ class Writer:
             f"the process that writes checkpoints ended with exit code {self._process.wait()} "
             "(out of memory? see dmesg); checkpoint.async=false does without it"
         )
+
+
+class _GpuSide:
+    """Copies from a GPU into the common memory.
+
+    Where a second copy of the state fits on the GPU, it is made there first, in milliseconds, and
+    what follows need not wait for the slow way to the host.
+    """
+
+    def __init__(self, memory: torch.Tensor, host: Tensors, slots: list[_Slot]) -> None:
+        """
+        Args:
+            memory: the part of the common memory that is for tensors from the GPU, uint8.
+            host: the tensors in it.
+        """
+        self._memory = memory
+        self._host = host
+        self._stream = torch.cuda.Stream()
+        self._arrived: torch.cuda.Event | None = None
+        self._sources: list[torch.Tensor] = []
+        self._twin = _second_copy(memory.numel())
+        self._twins: dict[tuple[str, str], torch.Tensor] = {}
+        for slot in slots:
+            end = slot.offset + torch.Size(slot.shape).numel() * slot.dtype.itemsize
+            if self._twin is not None and end <= memory.numel():
+                part = self._twin[slot.offset : end].view(slot.dtype)
+                self._twins[slot.group, slot.name] = part.view(slot.shape)
+
+    def copy(
+        self,
+        pairs: list[tuple[tuple[str, str], torch.Tensor]],
+        changing: Collection[torch.Tensor],
+    ) -> None:
+        """Queue the copies: group and name, and the tensor."""
+        training = torch.cuda.current_stream()
+        if self._twin is not None:
+            if self._arrived is not None:  # of a save that was given up
+                training.wait_event(self._arrived)
+            twins = [self._twins[key] for key, _ in pairs]
+            torch._foreach_copy_(twins, [tensor for _, tensor in pairs])
+        else:
+            early = {tensor.data_ptr() for tensor in changing if tensor.is_cuda}
+            pairs = [(key, t.clone() if t.data_ptr() in early else t) for key, t in pairs]
+            self._sources = [tensor for _, tensor in pairs]
+        self._stream.wait_stream(training)
+        with torch.cuda.stream(self._stream):
+            if self._twin is not None:
+                for there, here in zip(
+                    self._memory.split(_CHUNK_BYTES), self._twin.split(_CHUNK_BYTES), strict=True
+                ):
+                    there.copy_(here, non_blocking=True)
+            else:
+                for (group, name), tensor in pairs:
+                    self._host[group][name].copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def fence(self) -> None:
+        """Let what is queued next wait until the state may change."""
+        arrived = self._arrived  # another thread may be in wait()
+        if arrived is not None and self._twin is None:
+            torch.cuda.current_stream().wait_event(arrived)
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        self._arrived, self._sources = None, []
+
+
+def _second_copy(num_bytes: int) -> torch.Tensor | None:
+    """Memory on the GPU for it, kept for the run; None where training may need it."""
+    free, total = torch.cuda.mem_get_info()
+    if free - num_bytes < _GPU_RESERVE * total:
+        return None
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
 @dataclass(frozen=True)
@@ -307,15 +379,19 @@ def _only(tensors: Tensors, share: list[tuple[str, str]]) -> Tensors:
     return kept
 
 
-def _layout(tensors: Tensors) -> tuple[list[_Slot], int]:
-    slots, offset = [], 0
-    for group, items in tensors.items():
-        for name, tensor in items.items():
-            local = shards.local(tensor)
-            slots.append(_Slot(group, name, local.dtype, tuple(local.shape), offset))
-            size = local.numel() * local.element_size()
-            offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-    return slots, max(offset, _ALIGN_BYTES)
+def _layout(tensors: Tensors) -> tuple[list[_Slot], int, int]:
+    """The slots, and the bytes of those on a GPU, which come first, and of all."""
+    slots, offset, num_gpu_bytes = [], 0, 0
+    items = [
+        (group, name, shards.local(t)) for group in tensors for name, t in tensors[group].items()
+    ]
+    for group, name, local in sorted(items, key=lambda item: not item[2].is_cuda):
+        slots.append(_Slot(group, name, local.dtype, tuple(local.shape), offset))
+        size = local.numel() * local.element_size()
+        offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        if local.is_cuda:
+            num_gpu_bytes = offset
+    return slots, num_gpu_bytes, max(offset, _ALIGN_BYTES)
 
 
 def _tensors_in(memory: mmap.mmap, slots: list[_Slot]) -> Tensors:

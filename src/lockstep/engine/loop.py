@@ -35,6 +35,9 @@ from lockstep.strategy.base import Strategy
 from lockstep.telemetry import Telemetry
 from lockstep.telemetry.phases import Phases
 
+_LONG_WAIT_SECONDS = 1.0
+"""For a disk, that a user should be told about."""
+
 
 class StopRequest(Protocol):
     """Says whether this process was asked to stop."""
@@ -259,6 +262,13 @@ def save(t: Training, recorder: Recorder) -> None:
             t.manifest | state.meta(),
             metric=main_result(t.results).top1 if evaluated else None,
             changing=[*state.model.buffers(), *averages],
+        )
+    stops = recorder.stop_requested or recorder.regroup_requested
+    if t.store.waited_seconds > _LONG_WAIT_SECONDS and not stops:
+        t.telemetry.message(
+            f"step {progress.step}: training waited {t.store.waited_seconds:.1f} s because the "
+            "checkpoint before was still being written; save less often "
+            "(checkpoint.every_steps), or choose a faster disk for run.root"
         )
     if recorder.settled:
         t.store.approve(progress.step)

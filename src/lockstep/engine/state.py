@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
@@ -63,11 +62,11 @@ class TrainState:
 
         All ranks enter here. An optimiser that has not stepped yet is given its state first.
         """
-        model: dict[str, Any] = get_model_state_dict(self.model)
-        optimizer = self._flat_optimizer()
+        if not self.optimizer.state:
+            self._flat_optimizer()
         tensors: Tensors = {
-            "model": model,
-            "optimizer": {k: v for k, v in optimizer.items() if isinstance(v, torch.Tensor)},
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer_tensors(),
         }
         if self.ema is not None:
             tensors["ema"] = dict(self.ema.shadow)
@@ -97,6 +96,22 @@ class TrainState:
 
     def _flat_optimizer(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of ``_flat_optimizer``, which takes half of a fast step: training waits."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        states = {f"state.{name}": self.optimizer.state.get(p, {}) for p, name in names.items()}
+        groups = {
+            f"param_groups.{names[parameter]}": group
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return {
+            f"{owner}.{key}": value
+            for owner, values in (states | groups).items()
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def _optimizer_numbers(self) -> dict[str, Any]:
         """What optimisers keep beside tensors: step counts, most of all."""
