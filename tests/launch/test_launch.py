@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,32 @@ def test_two_nodes(tmp_path: Path, action: str) -> None:
     assert [one.returncode, two.returncode] == [code, code], errors
     if action == "meet":
         assert '"world_size": 2' in (tmp_path / "stub/DONE").read_text()
+
+
+def test_asked_to_stop_while_the_group_forms_anew(tmp_path: Path) -> None:
+    port = free_port()
+    nodes = ("launch.nodes=1:2", f"launch.rendezvous=localhost:{port}", "launch.processes=1")
+    waiting = "launch.gather_seconds=60"
+
+    def answers() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("localhost", port)) == 0
+
+    with opened(tmp_path, *nodes, waiting, STUB="train") as one:
+        wait_until(answers, "the rendezvous, which shall be there")
+        with opened(tmp_path, *nodes, waiting, STUB="train"):
+            workers = wait_for_training(tmp_path / "stub", 2)
+        for worker in workers:
+            with suppress(ProcessLookupError):  # the other node's has ended with it
+                os.kill(worker, signal.SIGKILL)
+        assert one.stderr is not None
+        assert any("starting again" in line for line in one.stderr)
+        time.sleep(1)
+        one.send_signal(signal.SIGTERM)
+        error = one.communicate(timeout=PATIENCE_SECONDS)[1]
+    assert one.returncode == 85, error
+    assert "Traceback" not in error and "SIGTERM" in error
+    assert not any(alive(worker) for worker in workers)
 
 
 def test_nodes_that_do_not_meet(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
         return EXIT_OK
     nccl.apply(config.nccl)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what a hung rank waits for
+    # Read when torch is imported; else a lost peer is told by stack traces of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     plan = plan or _make_plan(config, joined)
     if config.plan:
         if joined is None or joined.rank == 0:

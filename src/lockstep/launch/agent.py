@@ -243,7 +243,6 @@ def run_agent(job: Job) -> int:
     """
     launch, plan = job.config.launch, job.plan
     _silence_elastic()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Else a group that forms anew meets what the former one has left in the store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in STOP_SIGNALS)
