@@ -33,6 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="FAULT[,FAULT]", default="", help=f"of {faults}")
     parser.add_argument("--rank", type=int, choices=RANKS, help="strike this one only")
     parser.add_argument("--place", choices=(*PLACES, *FILES), help="strike there only")
+    parser.add_argument(
+        "--async",
+        action="store_true",
+        dest="asynchronous",
+        help="save behind the training, as on GPUs",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells at the same time")
     parser.add_argument("--folder", type=Path, help="where the runs live; default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there, too")
@@ -52,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--folder {folder}: must be empty or new")
     began, outcomes = time.monotonic(), []
     try:
-        site = prepare(CONF, folder.resolve())
+        site = prepare(CONF, folder.resolve(), asynchronous=args.asynchronous)
         for cell, outcome, seconds in run_cells(site, cells, jobs=args.jobs):
             outcomes.append((cell, outcome, seconds))
             where = f"{len(outcomes)}/{len(cells)}  {cell}"

@@ -226,7 +226,7 @@ def test_exit_code(
 def test_a_run_that_does_not_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def prepare(*_: object) -> Site:
+    def prepare(*_: object, **__: object) -> Site:
         raise UserError("the drill's run does not train")
 
     monkeypatch.setattr(door, "prepare", prepare)

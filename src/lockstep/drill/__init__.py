@@ -106,6 +106,8 @@ class Site:
     conf: Path
     """The folder of the config groups."""
     folder: Path
+    asynchronous: bool = False
+    """Whether checkpoints are written behind the training, as on GPUs."""
 
     @property
     def data(self) -> Path:
@@ -145,13 +147,13 @@ def all_cells(
     ]
 
 
-def prepare(conf: Path, folder: Path) -> Site:
+def prepare(conf: Path, folder: Path, *, asynchronous: bool = False) -> Site:
     """Write the images and train the run that nothing happens to.
 
     Raises:
         UserError: it does not train.
     """
-    site = Site(conf, folder)
+    site = Site(conf, folder, asynchronous)
     left = dict(NUM_IMAGES)
     for path, data in sorted(digit_files().items(), key=lambda item: Path(item[0]).name):
         split, label, _ = path.split("/")
@@ -190,10 +192,7 @@ def run_cell(site: Site, cell: Cell) -> Outcome:
             return Outcome("LOST", "", f"did not stop at a step: {ends[0].line}")
         _damage(root / RUN, cell)
     else:
-        needs = {
-            "SIGSTOP": [f"launch.timeout_seconds={HANG_SECONDS}"],
-            WRITER: ["checkpoint.async=true"],
-        }
+        needs = {"SIGSTOP": [f"launch.timeout_seconds={HANG_SECONDS}"]}
         rejoin = cell.fault == "rejoin"
         ends = [
             _start(
@@ -235,6 +234,8 @@ def _start(
     """
     words = [*TRAINING, f"data.root={site.data}", f"run.root={root}", "launch.max_restarts=1"]
     words += [f"launch.processes={NUM_PROCESSES // nodes}", *overrides]
+    if site.asynchronous or script.fault == WRITER:
+        words.append("checkpoint.async=true")
     second = script
     if nodes > 1:
         second = replace(script, wait_for_port=_free_port())
