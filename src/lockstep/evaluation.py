@@ -23,8 +23,9 @@ from lockstep.checkpoint.store import Store, find_checkpoint
 from lockstep.config.bind import bind, law, load_config
 from lockstep.config.plan import Machine, resolve_device
 from lockstep.config.schema import Config, PositiveInt
+from lockstep.data import open_split
 from lockstep.data.loader import Loader
-from lockstep.data.source import FolderSource
+from lockstep.data.source import Source
 from lockstep.engine.evaluate import evaluate
 from lockstep.errors import UserError
 from lockstep.metrics import EvalResult
@@ -265,11 +266,12 @@ def _checked(kind: type[_Known], values: Any, where: Path, fix: str) -> _Known:
         raise UserError(f"{where}: {key}: {first['msg']}; {fix}") from exc
 
 
-def _images(weights: Weights, root: Path | None) -> tuple[FolderSource, list[str]]:
+def _images(weights: Weights, root: Path | None) -> tuple[Source, list[str]]:
     """The validation images, and what is to be said about them."""
     card, data = weights.card, weights.config.data
     root = root or Path(data.root)
-    source = FolderSource.open(root, "val", name=data.name, classes=card["classes"])
+    place = data.model_copy(update={"root": str(root)})
+    source = open_split(place, "val", classes=card["classes"])
     if len(source.classes) != card["num_classes"]:
         raise UserError(
             f"{root}/val has {len(source.classes)} class folders, but the weights tell "

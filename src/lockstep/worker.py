@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -27,8 +28,9 @@ from lockstep.checkpoint.store import Found, Store, refused
 from lockstep.config.bind import law
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config, PositiveInt
+from lockstep.data import open_split
 from lockstep.data.loader import Loader
-from lockstep.data.source import FolderSource
+from lockstep.data.source import Source
 from lockstep.engine.guard import RollBack
 from lockstep.engine.loop import StopRequest, Training, fit, main_result
 from lockstep.engine.state import Progress, TrainState
@@ -255,16 +257,15 @@ def compile_in_place(model: torch.nn.Module, *, by_block: bool) -> None:
 
 def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loader, Loader]:
     """Training and validation images."""
-    root = Path(config.data.root)
-    train = FolderSource.open(root, "train", name=config.data.name)
-    val = FolderSource.open(root, "val", name=config.data.name, classes=train.classes)
+    train = open_split(config.data, "train")
+    val = open_split(config.data, "val", classes=train.classes)
     if len(train.classes) != plan.data.num_classes:
         raise UserError(
-            f"data.root = {root}: {len(train.classes)} class folders, but "
+            f"data.root = {config.data.root}: {len(train.classes)} class folders, but "
             f"data.num_classes = {plan.data.num_classes}"
         )
 
-    def loader(source: FolderSource, training: bool) -> Loader:
+    def loader(source: Source, training: bool) -> Loader:
         return Loader(
             source,
             config.data,
@@ -375,7 +376,10 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
 
     dist.on_main(write)
     t.telemetry.close(summary)
-    dist.on_main(lambda: print(told(summary), flush=True))
+    # The summary names files, and names may hold what the terminal cannot show.
+    encoding = sys.stdout.encoding or "utf-8"
+    text = told(summary).encode(encoding, "backslashreplace").decode(encoding)
+    dist.on_main(lambda: print(text, flush=True))
     return summary
 
 

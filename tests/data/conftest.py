@@ -23,6 +23,7 @@ def data_config() -> Callable[..., Data]:
             "root": "unused",
             "source": "folder",
             "decode": "cpu",
+            "cache": "auto",
             "image_size": 16,
             "num_classes": None,
             "num_train": None,

@@ -19,8 +19,12 @@ MODES = {"bilinear": InterpolationMode.BILINEAR, "bicubic": InterpolationMode.BI
 SIZES = [(8, 8), (500, 375), (375, 500), (224, 224), (256, 300), (31, 257), (1000, 40), (1, 1)]
 
 
-def difference(a: Image.Image, b: Image.Image) -> float:
+def difference(a: Any, b: Any) -> float:
     return float(abs(np.asarray(a, float) - np.asarray(b, float)).mean())
+
+
+def largest_difference(a: Any, b: Any) -> int:
+    return int(abs(np.asarray(a, int) - np.asarray(b, int)).max())
 
 
 @pytest.mark.parametrize("interpolation", MODES)
@@ -30,23 +34,24 @@ def test_eval_image_is_resize_and_centre_crop(
     picture: Picture, size: tuple[int, int], ratio: float, interpolation: str
 ) -> None:
     image = picture(*size)
-    ours = eval_image(image, View(64, ratio, interpolation))
+    ours = eval_image(np.asarray(image), View(64, ratio, interpolation))
     short = int(64 / ratio)
     reference = T.Compose([T.Resize(short, MODES[interpolation]), T.CenterCrop(64)])(image)
-    assert ours.size == (64, 64) and ours.mode == "RGB"
+    assert ours.shape == (64, 64, 3) and ours.dtype == np.uint8
     assert difference(ours, reference) < 0.5
 
 
 @pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)], ids=str)
 def test_eval_image_of_a_thread_stays_small(size: tuple[int, int]) -> None:
     """Resized as a whole it would be 3.4 billion pixels."""
-    assert eval_image(Image.new("RGB", size, "red"), View(224, 0.875, "bicubic")).size == (224, 224)
+    image = np.full((size[1], size[0], 3), 255, dtype=np.uint8)
+    assert eval_image(image, View(224, 0.875, "bicubic")).shape == (224, 224, 3)
 
 
 @pytest.mark.parametrize("shift", [(0, 0), (8, -3), (-8, 8)], ids=str)
 def test_pad_is_a_crop_of_the_padded_image(picture: Picture, shift: tuple[int, int]) -> None:
     image = picture(64, 64)
-    ours = eval_image(image, View(64, 1.0, "bilinear"), shift=shift)
+    ours = eval_image(np.asarray(image), View(64, 1.0, "bilinear"), shift=shift)
     reference = F.crop(F.pad(image, [8]), 8 - shift[1], 8 - shift[0], 64, 64)
     np.testing.assert_array_equal(ours, reference)
 
@@ -75,7 +80,8 @@ def test_random_resized_is_torchvisions_for_the_same_box(
         )
         if params.flip:
             reference = F.horizontal_flip(reference)
-        np.testing.assert_array_equal(apply(image, params, View(48, 1, interpolation)), reference)
+        ours = apply(np.array(image), params, View(48, 1, interpolation))
+        assert largest_difference(ours, reference) <= 2 and difference(ours, reference) < 0.5
 
 
 def test_random_resized_boxes_are_distributed_as_torchvisions(augment_config: Make) -> None:
@@ -105,10 +111,9 @@ def test_shapes_without_a_fitting_box_are_cropped_in_the_middle(
 def test_resize_is_the_whole_image(picture: Picture, augment_config: Make) -> None:
     image = picture(50, 30)
     params = draw(augment_config(crop="resize"), 0, width=50, height=30, size=32)
-    np.testing.assert_array_equal(
-        apply(image, params, View(32, 0.5, "bicubic")),
-        image.resize((32, 32), Image.Resampling.BICUBIC),
-    )
+    ours = apply(np.array(image), params, View(32, 0.5, "bicubic"))
+    reference = image.resize((32, 32), Image.Resampling.BICUBIC)
+    assert largest_difference(ours, reference) <= 2 and difference(ours, reference) < 0.5
 
 
 @pytest.mark.parametrize("policy", ["none", "randaugment", "trivialaugment"])
@@ -121,7 +126,7 @@ def test_same_seed_same_pixels(
 
     def once(seed: int) -> tuple[Any, bytes]:
         params = draw(cfg, seed, width=40, height=30, size=24)
-        return params, apply(image, params, view).tobytes()
+        return params, apply(np.array(image), params, view).tobytes()
 
     first = [once(seed) for seed in range(20)]
     np.random.default_rng(0).random()
@@ -156,7 +161,7 @@ def test_operations_are_torchvisions(picture: Picture, policy: str, reference: A
                     image, name, sign * theirs, InterpolationMode.NEAREST, None
                 )
                 params = _only(name, sign * theirs)
-                got = apply(image, params, View(32, 1.0, "bilinear"))
+                got = apply(np.array(image), params, View(32, 1.0, "bilinear"))
                 np.testing.assert_array_equal(got, expected, err_msg=f"{name} {level}")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lockstep.data import decode as decode_module
 from lockstep.data.decode import DecodeError, decode
 
 # Only here: pytest shows what the room itself keeps silent (test_nothing_is_written_to_stderr).
@@ -61,7 +62,8 @@ needs_messy = pytest.mark.skipif(not MESSY.is_dir(), reason=f"no real odd images
 @pytest.mark.parametrize("name", DECODED)
 def test_real_odd_file_is_decoded(name: str) -> None:
     image = decode((MESSY / name).read_bytes(), exif_rotate=True)
-    assert image.mode == "RGB" and image.size == DECODED[name]
+    width, height = DECODED[name]
+    assert image.dtype == np.uint8 and image.shape == (height, width, 3)
 
 
 @needs_messy
@@ -99,7 +101,7 @@ def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def pixels(data: bytes, **options: Any) -> np.ndarray:
-    return np.asarray(decode(data, **({"exif_rotate": True} | options)))
+    return decode(data, **({"exif_rotate": True} | options))
 
 
 GREY16 = np.array([[0, 255, 256], [32768, 65535, 65280]], dtype=np.uint16)
@@ -189,10 +191,8 @@ def test_exif_orientation(kind: str, orientation: int) -> None:
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0junk"])
 def test_bad_exif_counts_as_none(exif: bytes) -> None:
-    assert decode(encode(Image.new("RGB", (8, 4)), "JPEG", exif=exif), exif_rotate=True).size == (
-        8,
-        4,
-    )
+    data = encode(Image.new("RGB", (8, 4)), "JPEG", exif=exif)
+    assert decode(data, exif_rotate=True).shape == (4, 8, 3)
 
 
 NOISE = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -230,6 +230,58 @@ def test_damage_anywhere_is_an_image_or_a_refusal(kind: str) -> None:
         for at in rng.integers(len(data), size=3):
             data[at] = rng.integers(256)
         try:
-            assert decode(bytes(data), exif_rotate=True).mode == "RGB"
+            assert decode(bytes(data), exif_rotate=True).shape[2] == 3
         except DecodeError as error:
             assert str(error)
+
+
+JPEGS: dict[str, dict[str, Any]] = {
+    "baseline": {"quality": 90},
+    "progressive": {"progressive": True},
+    "full colour": {"subsampling": "4:4:4"},
+    "half colour": {"subsampling": "4:2:2"},
+    "poor": {"quality": 3},
+    "restarts": {"restart_marker_rows": 1},
+    "optimised": {"optimize": True, "quality": 100},
+}
+
+
+def by_pillow(data: bytes, monkeypatch: pytest.MonkeyPatch) -> np.ndarray | None:
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_module, "_is_simple_jpeg", lambda *_, **__: False)
+        try:
+            return decode(data, exif_rotate=True)
+        except DecodeError:
+            return None
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("options", JPEGS.values(), ids=JPEGS)
+def test_jpegs_are_those_of_pillow(
+    options: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encode(Image.fromarray(NOISE[:61, :37]).convert(mode), "JPEG", **options)
+    assert decode_module._is_simple_jpeg(data, exif_rotate=True) == (mode != "CMYK")
+    expected = by_pillow(data, monkeypatch)
+    assert expected is not None
+    np.testing.assert_array_equal(decode(data, exif_rotate=True), expected)
+
+
+@pytest.mark.parametrize("options", JPEGS.values(), ids=JPEGS)
+def test_a_damaged_jpeg_is_to_nobody_what_pillow_does_not_show(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = encode(Image.fromarray(NOISE[:40, :40]), "JPEG", **options)
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        data = bytearray(whole)
+        for at in rng.integers(len(data), size=rng.integers(1, 4)):
+            data[at] = rng.integers(256)
+        if rng.random() < 0.3:
+            del data[rng.integers(len(data)) :]
+        expected = by_pillow(bytes(data), monkeypatch)
+        if expected is None:
+            with pytest.raises(DecodeError):
+                decode(bytes(data), exif_rotate=True)
+        else:
+            np.testing.assert_array_equal(decode(bytes(data), exif_rotate=True), expected)

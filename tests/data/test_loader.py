@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from lockstep.config.schema import Augment, Data
+from lockstep.data import cache as cache_module
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import View, eval_image
 from lockstep.data.loader import Batch, Loader
@@ -158,7 +159,7 @@ def test_evaluation_is_in_order_and_normalised(make: Callable[..., Loader]) -> N
     assert batch.images.dtype == torch.float32 and batch.images.is_contiguous()
     for row in range(7):
         image = Image.open(loader.source.path(row))
-        pixels = torch.from_numpy(np.array(eval_image(image, View(SIZE, 0.875, "bilinear"))))
+        pixels = torch.from_numpy(eval_image(np.array(image), View(SIZE, 0.875, "bilinear")))
         mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.25, 0.2, 0.1])
         expected = ((pixels / 255 - mean) / std).permute(2, 0, 1)
         torch.testing.assert_close(batch.images[row], expected, rtol=1e-5, atol=1e-5)
@@ -268,13 +269,43 @@ def test_small_set_is_read_once(make: Callable[..., Loader], monkeypatch: Any) -
 
 
 def test_large_set_is_not_kept(make: Callable[..., Loader], monkeypatch: Any) -> None:
-    monkeypatch.setattr(loader_module, "CACHE_BYTES", 20_000)
+    monkeypatch.setattr(cache_module, "AUTO_BYTES", 20_000)
     loader = make({})
     expected = [b.images for b in make({}).batches(0, [MicroSlice(0, 23, 0)])]
     for _ in range(2):
         got = [b.images for b in loader.batches(0, [MicroSlice(0, 23, 0)])]
         assert torch.equal(got[0], expected[0])
     assert not loader._cache._images
+
+
+NO_POLICY = ALL | {"policy": "none"}
+
+
+@pytest.mark.parametrize("crop", ["random_resized", "pad", "none"])
+def test_images_kept_on_the_device_look_the_same(
+    make: Callable[..., Loader], data_config: Callable[..., Data], crop: str
+) -> None:
+    std = torch.tensor(data_config().std).view(3, 1, 1)
+    pieces = window_slices(0, 23, 5, 0, 1)
+    for augment in (None, NO_POLICY | {"crop": crop}):
+        resident, usual = make(augment, cache="gpu"), make(augment)
+        for epoch in (0, 1):
+            for ours, theirs in zip(
+                resident.batches(epoch, pieces), usual.batches(epoch, pieces), strict=True
+            ):
+                steps = (ours.images - theirs.images).abs() * 255 * std
+                assert steps.max() < 2.5 and steps.mean() < 0.5
+                assert torch.equal(ours.targets, theirs.targets)
+                assert ours.ids.tolist() == theirs.ids.tolist()
+
+
+@pytest.mark.parametrize("kind", ["gpu", "ram"])
+def test_what_does_not_fit_is_refused(
+    make: Callable[..., Loader], monkeypatch: Any, kind: str
+) -> None:
+    monkeypatch.setattr(cache_module, "_free_bytes", lambda _: 20_000)
+    with pytest.raises(UserError, match=f"data.cache = {kind}: .*use data.cache=off"):
+        list(make({}, cache=kind).batches(0, [MicroSlice(0, 23, 0)]))
 
 
 def decoding_threads() -> list[threading.Thread]:
@@ -344,7 +375,7 @@ def test_interpreter_exits_with_an_open_iterator(image_root: Path) -> None:
     from lockstep.data.source import FolderSource
     data = Data.model_construct(
         mean=(0.5,) * 3, std=(0.5,) * 3, crop_ratio=1.0, interpolation="bilinear",
-        on_error="stop", exif_rotate=True, prefetch=4,
+        on_error="stop", exif_rotate=True, prefetch=4, cache="auto",
     )
     loader = Loader(
         FolderSource.open(Path(sys.argv[1]), "train"), data, None,

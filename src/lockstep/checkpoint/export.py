@@ -56,7 +56,7 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
             "sha256": entry.sha256,
             "num_tensors": len(tensors),
         }
-        text = json.dumps(card | {"weights": weights}, indent=2, ensure_ascii=False)
+        text = json.dumps(card | {"weights": weights}, indent=2)
         atomic_write(card_path(path), text.encode())
     except (OSError, SafetensorError) as exc:
         partial.unlink(missing_ok=True)

@@ -120,8 +120,14 @@ class Data(Section):
 
     name: Literal["digits", "cifar10", "imagenette", "imagenet", "folder"]
     root: str = Field(description="folder holding train/ and val/, one folder a class below each")
-    source: Literal["folder"] = Field(description="how images are stored")
+    source: Literal["folder", "packed"] = Field(
+        description="how images are stored; packed: by scripts/prepare_data.py pack"
+    )
     decode: Literal["cpu"] = Field(description="where images are decoded")
+    cache: Literal["auto", "off", "ram", "gpu"] = Field(
+        description="keep decoded images: ram: in each process; gpu: on the device, where they are "
+        "cropped, too; auto: in each process if a split takes no more than 256 MiB"
+    )
     image_size: PositiveInt = Field(description="side of the training crop, pixels")
     num_classes: PositiveInt | None = Field(description="null: counted in the folder")
     num_train: PositiveInt | None = Field(description="null: counted in the folder")

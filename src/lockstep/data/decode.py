@@ -1,5 +1,7 @@
 """From a file's bytes to 8-bit RGB, or a reason why not. Level 2; the only file that opens images.
 
+JPEGs of one or three 8-bit components are decoded by simplejpeg, straight into an array; whatever
+it does not like, and everything else, by Pillow. Both are libjpeg-turbo: the pixels are the same.
 The rules, the same for every format:
 
 - the first frame or page of several;
@@ -20,6 +22,7 @@ import warnings
 from contextlib import suppress
 
 import numpy as np
+import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
 # Threads decode at the same time, so a filter around each call is not possible. What Pillow warns
@@ -29,9 +32,13 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 Image.init()
 # Not all that Pillow knows: EPS, for one, would start Ghostscript.
 _WANTED = ("JPEG", "MPO", "PNG", "BMP", "DIB", "GIF", "WEBP", "AVIF", "TIFF", "PPM", "JPEG2000")
-_FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
-_ORIENTATION_TAG = 0x0112
-_TURNS = {
+FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
+"""Pillow's names of what is opened at all."""
+ORIENTATION_TAG = 0x0112
+_APP1 = 0xE1
+_START_OF_FRAME = (0xC0, 0xC1, 0xC2)
+"""Baseline, extended and progressive; the others are for Pillow."""
+TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -46,7 +53,7 @@ class DecodeError(Exception):
     """The bytes are no image that can be shown whole; the message says why, on one line."""
 
 
-def decode(data: bytes, *, exif_rotate: bool) -> Image.Image:
+def decode(data: bytes, *, exif_rotate: bool) -> np.ndarray:
     """Decode one image; safe to call from several threads.
 
     Args:
@@ -54,25 +61,58 @@ def decode(data: bytes, *, exif_rotate: bool) -> Image.Image:
         exif_rotate: turn the image as its EXIF orientation says.
 
     Returns:
-        A loaded image of mode RGB, 8 bits a channel.
+        [height, width, 3] uint8, RGB.
 
     Raises:
         DecodeError: by the rules of this module.
     """
     if not data:
         raise DecodeError("the file is empty")
+    if _is_simple_jpeg(data, exif_rotate=exif_rotate):
+        # Strict: it must not go on silently where Pillow would refuse.
+        with suppress(ValueError):
+            pixels: np.ndarray = simplejpeg.decode_jpeg(data, strict=True)
+            return pixels
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             image.load()
             rgb = _to_rgb(image)
-            turn = _TURNS.get(_orientation(image)) if exif_rotate else None
+            turn = TURNS.get(orientation(image)) if exif_rotate else None
     except UnidentifiedImageError as error:
         raise DecodeError("not an image of a known format") from error
     except Image.DecompressionBombError as error:
         raise DecodeError(f"too large: {str(error).partition(',')[0]}") from error
     except Exception as error:  # Pillow's readers raise whatever a damaged field trips over
         raise DecodeError(" ".join(str(error).split()) or type(error).__name__) from error
-    return rgb if turn is None else rgb.transpose(turn)
+    return np.array(rgb if turn is None else rgb.transpose(turn))  # writable, as torch wants it
+
+
+def _is_simple_jpeg(data: bytes, *, exif_rotate: bool) -> bool:
+    """Whether simplejpeg shows what Pillow would: size, components, and nothing to turn."""
+    position, turned = 2, False
+    if data[:2] != b"\xff\xd8":
+        return False
+    while position + 10 <= len(data) and data[position] == 0xFF:
+        marker = data[position + 1]
+        if marker == 0xFF:  # padding
+            position += 1
+            continue
+        if marker == _APP1:  # EXIF or XMP, either may hold an orientation
+            turned = True
+        if marker in _START_OF_FRAME:
+            height = int.from_bytes(data[position + 5 : position + 7], "big")
+            width = int.from_bytes(data[position + 7 : position + 9], "big")
+            fits = 0 < height * width <= 2 * (Image.MAX_IMAGE_PIXELS or 0)
+            simple = data[position + 4] == 8 and data[position + 9] in (1, 3)
+            return fits and simple and not (turned and exif_rotate and _is_turned(data))
+        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+    return False
+
+
+def _is_turned(data: bytes) -> bool:
+    with suppress(Exception), Image.open(io.BytesIO(data), formats=("JPEG", "MPO")) as image:
+        return orientation(image) in TURNS
+    return True  # Pillow shall decide
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -95,7 +135,8 @@ def _to_8_bit(grey: np.ndarray) -> np.ndarray:
     return np.rint((grey.astype(np.float64) - float(least)) / span * 255).astype(np.uint8)
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation(image: Image.Image) -> int:
+    """EXIF's number for how the image is turned; 1: not at all."""
     with suppress(Exception):  # as above; an image is worth more than its EXIF
-        return int(image.getexif().get(_ORIENTATION_TAG, 1))
+        return int(image.getexif().get(ORIENTATION_TAG, 1))
     return 1

@@ -1,6 +1,6 @@
 """From positions of an epoch to batches on the device. Level 2.
 
-Threads of this process decode (Pillow leaves Python's lock while it works), a bounded number of
+Threads of this process decode (decoders leave Python's lock while they work), a bounded number of
 micro-batches ahead, straight into the buffer that is copied to the device. What a sample looks like
 depends on (seed, epoch, sample) alone.
 """
@@ -12,22 +12,19 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 
 import numpy as np
 import torch
-from PIL import Image
 
 from lockstep.config.schema import Augment, Data
-from lockstep.data.augment import View, apply, draw, eval_image
+from lockstep.data.augment import View, apply, axes, draw, eval_image
+from lockstep.data.cache import DeviceCache, RamCache
 from lockstep.data.decode import DecodeError, decode
 from lockstep.data.mixing import box_mask, draw_mixing, is_mixed, mix, pair_bounds
+from lockstep.data.resample import resample
 from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds
-from lockstep.data.source import FolderSource
+from lockstep.data.source import Source
 from lockstep.errors import UserError
-
-CACHE_BYTES = 256 * 2**20
-"""A data set that is not larger than this when decoded stays decoded in memory."""
 
 _TASK_SAMPLES = 16
 """Samples that a thread takes at once: few enough that closing does not wait long."""
@@ -61,7 +58,11 @@ class _Pending:
     indices: np.ndarray
     seeds: np.ndarray
     pixels: torch.Tensor
-    """[m, S, S, 3] uint8, pinned for CUDA."""
+    """[m, S, S, 3] uint8, pinned for CUDA; m = 0 where the device has the images."""
+    windows: np.ndarray
+    """[m, 2, 6] float32, for images that the device has: see ``resample``."""
+    flips: np.ndarray
+    """[m] bool, for the same."""
     erase: np.ndarray
     reasons: dict[int, str]
     """Why a row could not be read."""
@@ -73,7 +74,7 @@ class Loader:
 
     def __init__(
         self,
-        source: FolderSource,
+        source: Source,
         data: Data,
         augment: Augment | None,
         *,
@@ -104,7 +105,8 @@ class Loader:
         self._layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self._mean = 255 * torch.tensor(data.mean, device=device).view(1, 3, 1, 1)
         self._std = 255 * torch.tensor(data.std, device=device).view(1, 3, 1, 1)
-        self._cache = _Cache(CACHE_BYTES)
+        self._cache = RamCache(data.cache)
+        self._on_device: DeviceCache | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -131,6 +133,10 @@ class Loader:
         order = np.arange(len(self), dtype=np.int64)
         if self._augment is not None:
             order = epoch_order(self._seed, epoch, len(self))
+        if self._data.cache == "gpu" and self._on_device is None:
+            self._on_device = DeviceCache(
+                len(self), self._image, device=self._device, threads=self._threads
+            )
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
         pending: deque[_Pending] = deque()
         try:
@@ -155,13 +161,15 @@ class Loader:
         else:
             positions = np.arange(piece.start, piece.stop)
         indices, size = order[positions], self._view.size
-        shape = (len(positions), size, size, 3)
+        shape = (0 if self._on_device else len(positions), size, size, 3)
         batch = _Pending(
             slice=piece,
             positions=positions,
             indices=indices,
             seeds=sample_seeds(self._seed, epoch, indices),
             pixels=torch.empty(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda"),
+            windows=np.zeros((len(positions), 2, 6), dtype=np.float32),
+            flips=np.zeros(len(positions), dtype=bool),
             erase=np.zeros((len(positions), 4), dtype=np.int64),
             reasons={},
             tasks=[],
@@ -173,11 +181,10 @@ class Loader:
 
     def _fill(self, batch: _Pending, rows: range) -> None:
         """A thread's task: decode and augment some rows."""
-        pixels = batch.pixels.numpy()
         for row in rows:
             index = int(batch.indices[row])
             try:
-                image = self._image(index)
+                self._fill_row(batch, row, index)
             except DecodeError as error:
                 if self.stops_on_error:
                     raise UserError(
@@ -185,23 +192,31 @@ class Loader:
                         "or set data.on_error=skip to go on without such images"
                     ) from error
                 batch.reasons[row] = str(error)
-                pixels[row] = 0
-                continue
-            if self._augment is None:
-                image = eval_image(image, self._view)
-            else:
-                params = draw(
-                    self._augment,
-                    int(batch.seeds[row]),
-                    width=image.width,
-                    height=image.height,
-                    size=self._view.size,
-                )
-                image = apply(image, params, self._view)
-                batch.erase[row] = params.erase
-            pixels[row] = np.asarray(image)
+                if self._on_device is None:
+                    batch.pixels[row] = 0
 
-    def _image(self, index: int) -> Image.Image:
+    def _fill_row(self, batch: _Pending, row: int, index: int) -> None:
+        if self._on_device is None:
+            image = self._image(index)
+            height, width, _ = image.shape
+        else:
+            if index in self._on_device.reasons:
+                raise DecodeError(self._on_device.reasons[index])
+            height, width, _ = self._on_device[index].shape
+        params = None
+        if self._augment is not None:
+            seed = int(batch.seeds[row])
+            params = draw(self._augment, seed, width=width, height=height, size=self._view.size)
+            batch.erase[row] = params.erase
+        if self._on_device is not None:
+            batch.windows[row] = [a.numbers() for a in axes((width, height), params, self._view)]
+            batch.flips[row] = params is not None and params.flip
+        elif params is None:
+            batch.pixels.numpy()[row] = eval_image(image, self._view)
+        else:
+            batch.pixels.numpy()[row] = apply(image, params, self._view)
+
+    def _image(self, index: int) -> np.ndarray:
         image = self._cache.get(index)
         if image is None:
             try:
@@ -219,9 +234,7 @@ class Loader:
             task.result()
         self.wait_seconds += time.perf_counter() - began
 
-        images = self._to_device(batch.pixels).permute(0, 3, 1, 2)
-        images = images.to(torch.float32, memory_format=self._layout)
-        images = images.sub_(self._mean).div_(self._std)
+        images = self._normalised(batch)
         if batch.erase.any():
             boxes = self._to_device(torch.from_numpy(batch.erase))
             images.masked_fill_(box_mask(boxes, self._view.size), 0.0)
@@ -243,6 +256,23 @@ class Loader:
                 share=self._to_device(torch.from_numpy(how.share)),
             )
         return self._own_part(batch, images, targets, usable)
+
+    def _normalised(self, batch: _Pending) -> torch.Tensor:
+        """[m, 3, S, S] float32."""
+        if self._on_device is not None:
+            images = resample(
+                [self._on_device[int(index)] for index in batch.indices],
+                batch.windows,
+                batch.flips,
+                size=self._view.size,
+                interpolation=self._view.interpolation,
+                mean=self._mean.flatten(),
+                std=self._std.flatten(),
+            )
+            return images.contiguous(memory_format=self._layout)
+        images = self._to_device(batch.pixels).permute(0, 3, 1, 2)
+        images = images.to(torch.float32, memory_format=self._layout)
+        return images.sub_(self._mean).div_(self._std)
 
     def _own_part(
         self, batch: _Pending, images: torch.Tensor, targets: torch.Tensor, usable: np.ndarray
@@ -272,25 +302,3 @@ class Loader:
         if self._device.type == "cuda" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
-
-
-class _Cache:
-    """Decoded images of a set that fits as a whole; one that does not is not kept at all."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._images: dict[int, Image.Image] = {}
-        self._left = budget_bytes
-        self._lock = Lock()
-
-    def get(self, index: int) -> Image.Image | None:
-        return self._images.get(index)
-
-    def put(self, index: int, image: Image.Image) -> None:
-        with self._lock:
-            if self._left < 0 or index in self._images:
-                return
-            self._left -= 4 * image.width * image.height  # Pillow pads RGB to four bytes
-            if self._left < 0:
-                self._images = {}
-            else:
-                self._images[index] = image

@@ -1,17 +1,19 @@
 """Images in folders, ``<root>/<split>/<class>/**/<image>``, as torchvision's ImageFolder has them.
 
 Level 2. Owns which files belong to a data set, their order and the digest that tells whether they
-are the same as before; knows nothing of pixels.
+are the same as before; knows nothing of pixels. What a loader needs of any source is ``Source``.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -36,6 +38,40 @@ HOW_TO_MAKE = {
 }
 
 
+_ROWS = 1 << 17
+"""Entries that are hashed at once."""
+
+
+class Source(Protocol):
+    """The images of one split, wherever they are stored."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the split."""
+
+    @property
+    def classes(self) -> list[str]: ...
+
+    @property
+    def targets(self) -> np.ndarray:
+        """[n] int64, index into ``classes``."""
+
+    @property
+    def digest(self) -> str:
+        """:func:`digest_of` its images."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """Path below the split's folder: ``<class>/<...>/<file>``."""
+
+    def path(self, index: int) -> Path:
+        """Where it lies, for messages."""
+
+    def read(self, index: int) -> bytes:
+        """The image's bytes; raises OSError where they cannot be read."""
+
+
 @dataclass(frozen=True, eq=False)
 class FolderSource:
     """The images of one split, ordered by class and then by the bytes of their path.
@@ -48,6 +84,8 @@ class FolderSource:
     classes: list[str]
     targets: np.ndarray
     """[n] int64, index into ``classes``."""
+    sizes: np.ndarray
+    """[n] int64, bytes of each file when it was listed."""
     digest: str
     """Hash of class names, relative file names and file sizes: the same wherever the root lies."""
     _names: bytes
@@ -66,32 +104,42 @@ class FolderSource:
         Raises:
             UserError: nothing that can be trained on; names what is missing or superfluous.
         """
-        folder = _split_folder(root, split, name)
+        folder = split_folder(root, split, HOW_TO_MAKE[name])
+        names: list[bytes] = []
+        lengths, sizes, counts = [], [], []
         try:
             found = _class_names(root, folder)
-            _check_classes(root, split, found, classes)
-            files = [sorted(_images(os.fsencode(folder / c), os.fsencode(c))) for c in found]
+            check_classes(root, split, found, classes)
+            for c in found:
+                # Class by class: a million names must not be a million objects at any time.
+                members = sorted(_images(os.fsencode(folder / c), os.fsencode(c)))
+                names.append(b"".join(path for path, _ in members))
+                lengths.append(np.array([len(path) for path, _ in members], dtype=np.int64))
+                sizes.append(np.array([size for _, size in members], dtype=np.int64))
+                counts.append(len(members))
         except OSError as error:
             raise UserError(
                 f"data.root = {root}: cannot list {os.fsdecode(error.filename or folder)}: "
                 f"{error.strerror}"
             ) from error
-        if empty := [c for c, members in zip(found, files, strict=True) if not members]:
+        if empty := [c for c, count in zip(found, counts, strict=True) if not count]:
             raise UserError(
-                f"data.root = {root}: no images in {_some(f'{split}/{c}' for c in empty)}: "
+                f"data.root = {root}: no images in {some(f'{split}/{c}' for c in empty)}: "
                 f"add some ({', '.join(sorted(EXTENSIONS))}) or remove the folder in all splits"
             )
-        digest = blake2b("\0".join(found).encode(errors="surrogateescape"), digest_size=16)
-        for members in files:
-            digest.update(b"".join(b"\0%s\0%d" % member for member in members))
-        names = [path for members in files for path, _ in members]
+        blob, ends, all_sizes = (
+            b"".join(names),
+            np.cumsum(np.concatenate(lengths)),
+            np.concatenate(sizes),
+        )
         return cls(
             folder=folder,
             classes=found,
-            targets=np.repeat(np.arange(len(found)), [len(members) for members in files]),
-            digest=digest.hexdigest(),
-            _names=b"".join(names),
-            _ends=np.cumsum([len(path) for path in names], dtype=np.int64),
+            targets=np.repeat(np.arange(len(found)), counts),
+            sizes=all_sizes,
+            digest=digest_of(found, cut(blob, ends), all_sizes.tolist()),
+            _names=blob,
+            _ends=ends,
         )
 
     def __len__(self) -> int:
@@ -111,15 +159,33 @@ class FolderSource:
         return self.path(index).read_bytes()
 
 
-def _split_folder(root: Path, split: str, name: str) -> Path:
+def digest_of(classes: Sequence[str], names: Iterable[bytes], sizes: Iterable[int]) -> str:
+    """Hash of class names, relative file names and file sizes."""
+    found = blake2b("\0".join(classes).encode(errors="surrogateescape"), digest_size=16)
+    entries = (b"\0%s\0%d" % entry for entry in zip(names, sizes, strict=True))
+    while part := b"".join(islice(entries, _ROWS)):
+        found.update(part)
+    return found.hexdigest()
+
+
+def cut(joined: bytes, ends: np.ndarray) -> Iterator[bytes]:
+    """The names that lie joined in ``joined``."""
+    start = 0
+    for end in ends.tolist():
+        yield joined[start:end]
+        start = end
+
+
+def split_folder(root: Path, split: str, how_to_make: str) -> Path:
+    """``<root>/<split>``; raises UserError where there is none."""
     folder = root / split
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
-        raise UserError(f"data.root = {root}: {what}: {HOW_TO_MAKE[name]}")
+        raise UserError(f"data.root = {root}: {what}: {how_to_make}")
     if not folder.is_dir():
-        here = _some(sorted(p.name for p in root.iterdir() if p.is_dir())) or "no folders"
+        here = some(sorted(p.name for p in root.iterdir() if p.is_dir())) or "no folders"
         raise UserError(
-            f"data.root = {root}: there is no folder {split} in it (but {here}): {HOW_TO_MAKE[name]}"
+            f"data.root = {root}: there is no folder {split} in it (but {here}): {how_to_make}"
         )
     return folder
 
@@ -138,7 +204,8 @@ def _class_names(root: Path, folder: Path) -> list[str]:
     return sorted((e.name for e in folders), key=os.fsencode)
 
 
-def _check_classes(root: Path, split: str, found: list[str], wanted: Sequence[str] | None) -> None:
+def check_classes(root: Path, split: str, found: list[str], wanted: Sequence[str] | None) -> None:
+    """Raises UserError where there are too few classes, or others than in training."""
     if not found:
         raise UserError(
             f"data.root = {root}: {split} has no class folders: put the images of each class "
@@ -151,8 +218,8 @@ def _check_classes(root: Path, split: str, found: list[str], wanted: Sequence[st
     if wanted is not None and found != list(wanted):
         missing = [c for c in wanted if c not in set(found)]
         extra = [c for c in found if c not in set(wanted)]
-        parts = [f"missing in {split}: {_some(missing)}"] if missing else []
-        parts += [f"only in {split}: {_some(extra)}"] if extra else []
+        parts = [f"missing in {split}: {some(missing)}"] if missing else []
+        parts += [f"only in {split}: {some(extra)}"] if extra else []
         raise UserError(
             f"data.root = {root}: train and {split} have different class folders "
             f"({'; '.join(parts)}): every class needs one in both"
@@ -180,7 +247,8 @@ def _images(folder: bytes, prefix: bytes) -> Iterator[tuple[bytes, int]]:
                     yield path, 0
 
 
-def _some(names: Iterator[str] | Sequence[str], most: int = 5) -> str:
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first few of names, and how many there are beside them."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep import dist
 from lockstep.config.schema import Guard
-from lockstep.data.source import FolderSource
+from lockstep.data.source import Source
 from lockstep.engine.step import SampleLosses
 from lockstep.errors import UserError
 
@@ -39,7 +39,7 @@ class RollBack(Exception):
 class StepGuard:
     """Judges finished steps."""
 
-    def __init__(self, cfg: Guard, source: FolderSource, recent_losses: list[float]) -> None:
+    def __init__(self, cfg: Guard, source: Source, recent_losses: list[float]) -> None:
         """
         Args:
             source: names the samples.

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.config.plan import DataFacts, Machine, Plan, make_plan
 from lockstep.config.schema import Config, Data
-from lockstep.data.source import FolderSource
+from lockstep.data import open_split
 from lockstep.errors import UserError
 from lockstep.models.build import count
 
@@ -44,8 +44,8 @@ def data_facts(cfg: Data, *, may_be_absent: bool) -> DataFacts:
     root = Path(cfg.root)
     if may_be_absent and not root.exists() and cfg.num_train and cfg.num_val and cfg.num_classes:
         return DataFacts(cfg.num_train, cfg.num_val, cfg.num_classes)
-    train = FolderSource.open(root, "train", name=cfg.name)
-    val = FolderSource.open(root, "val", name=cfg.name, classes=train.classes)
+    train = open_split(cfg, "train")
+    val = open_split(cfg, "val", classes=train.classes)
     if cfg.num_classes not in (None, len(train.classes)):
         raise UserError(
             f"data.num_classes = {cfg.num_classes}, but {root}/train has {len(train.classes)} "

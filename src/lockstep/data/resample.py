@@ -1,0 +1,164 @@
+"""Windows of many images at once, resized, turned, normalised: one kernel a batch. Level 2.
+
+Antialiased as Pillow's and torch's resizing of bytes is: an output pixel is the mean of the source
+pixels within reach, weighted by a filter that is as wide as the image shrinks, first across, then
+down, rounded to whole numbers within 0..255 after each. Their weights are whole numbers, too:
+results differ by one step of 255 now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+RADIUS = {"bilinear": 1.0, "bicubic": 2.0}
+"""Reach of the filter, in pixels of whichever of source and result is coarser."""
+_BICUBIC_A = -0.5
+"""Pillow's, and torch's where it antialiases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Where the S pixels of a result lie in a source, along one axis."""
+
+    origin: float
+    """Of the first result pixel's near edge, in source pixels."""
+    step: float
+    """Source pixels for each result pixel."""
+    low: int
+    """No source pixel before this one is looked at,"""
+    high: int
+    """nor this one or any after it."""
+    first: int
+    """Result pixels before this one are black,"""
+    last: int
+    """and from this one on."""
+
+    def seen(self) -> tuple[float, float]:
+        """From where to where the result shows the source, in source pixels."""
+        near, far = self.origin + self.first * self.step, self.origin + self.last * self.step
+        return max(near, self.low), min(far, self.high)
+
+    def numbers(self) -> tuple[float, ...]:
+        """For a row of ``windows``."""
+        return self.origin, self.step, self.low, self.high, self.first, self.last
+
+
+def resample(
+    images: list[torch.Tensor],
+    windows: np.ndarray,
+    flips: np.ndarray,
+    *,
+    size: int,
+    interpolation: str,
+    mean: torch.Tensor,
+    std: torch.Tensor,
+) -> torch.Tensor:
+    """Resize a window of each image to a square.
+
+    Args:
+        images: n of [H, W, 3] uint8, contiguous, sizes may differ, on the device.
+        windows: [n, 2, 6] float32: :meth:`Axis.numbers` across and down.
+        flips: [n] bool: mirrored, left and right.
+        size: S, pixels.
+        mean, std: 3 values each, of pixels in 0..255, on the device.
+
+    Returns:
+        [n, 3, S, S] float32, normalised, channels last.
+    """
+    device = images[0].device
+    out = torch.empty(
+        (len(images), 3, size, size), device=device, memory_format=torch.channels_last
+    )
+    if device.type != "cuda":
+        for i, image in enumerate(images):
+            square = _by_matrices(image, windows[i], size, interpolation)
+            out[i] = square.flip(2) if flips[i] else square
+        return out.sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
+    _launch(images, windows, flips, out, interpolation, mean, std)
+    return out
+
+
+def _by_matrices(
+    image: torch.Tensor, window: np.ndarray, size: int, interpolation: str
+) -> torch.Tensor:
+    """[3, S, S] float32, whole numbers 0..255: the definition, which the kernel computes too."""
+    across, down = (
+        _weights(Axis(*axis), size, interpolation).to(image.device) for axis in window.tolist()
+    )
+    pixels = image[: down.shape[1], : across.shape[1]].permute(2, 0, 1).to(torch.float32)
+    return _whole(down @ _whole(pixels @ across.T))
+
+
+def _whole(pixels: torch.Tensor) -> torch.Tensor:
+    return (pixels + 0.5).floor().clamp_(0, 255)
+
+
+def _weights(axis: Axis, size: int, interpolation: str) -> torch.Tensor:
+    """[S, high] float32: each row is what a result pixel takes of the source's."""
+    scale = max(axis.step, 1.0)
+    reach = RADIUS[interpolation] * scale
+    centre = axis.origin + (np.arange(size) + 0.5) * axis.step
+    low = np.maximum(np.floor(centre - reach + 0.5), axis.low)[:, None]
+    high = np.minimum(np.floor(centre + reach + 0.5), axis.high)[:, None]
+    at = np.arange(int(axis.high))[None]
+    weights = _filter((at - centre[:, None] + 0.5) / scale, interpolation)
+    weights = np.where((at >= low) & (at < high), weights, 0.0)
+    weights /= np.maximum(weights.sum(1, keepdims=True), 1e-12)
+    outside = (np.arange(size) < axis.first) | (np.arange(size) >= axis.last)
+    weights[outside] = 0.0
+    return torch.from_numpy(weights.astype(np.float32))
+
+
+def _filter(x: np.ndarray, interpolation: str) -> np.ndarray:
+    x = abs(x)
+    if interpolation == "bilinear":
+        x = np.maximum(1 - x, 0.0)
+        return x
+    a = _BICUBIC_A
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    values: np.ndarray = np.where(x < 1, near, np.where(x < 2, far, 0.0))
+    return values
+
+
+# --- the kernel -------------------------------------------------------------------------------
+
+
+def _launch(
+    images: list[torch.Tensor],
+    windows: np.ndarray,
+    flips: np.ndarray,
+    out: torch.Tensor,
+    interpolation: str,
+    mean: torch.Tensor,
+    std: torch.Tensor,
+) -> None:
+    size = out.shape[-1]
+    # All that a sample's program needs lies in one row, so that one copy takes it to the device.
+    rows = np.zeros((len(images), 2), dtype=np.int64)
+    rows[:, 0] = [image.data_ptr() for image in images]
+    rows[:, 1] = [image.shape[1] for image in images]
+    numbers = np.concatenate(
+        [windows.reshape(len(images), 12), flips[:, None].astype(np.float32)], axis=1
+    )
+    block = min(256, 1 << (size - 1).bit_length())
+    grid = (len(images), size, -(-size // block))
+    from lockstep.data.kernels import resample_kernel  # Triton: only where there is a GPU
+
+    resample_kernel[grid](
+        out,
+        _to(out.device, torch.from_numpy(rows)),
+        _to(out.device, torch.from_numpy(numbers.astype(np.float32))),
+        mean,
+        std,
+        size,
+        BLOCK=block,
+        BICUBIC=interpolation == "bicubic",
+    )
+
+
+def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
