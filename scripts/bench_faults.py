@@ -104,7 +104,7 @@ def stall(args: argparse.Namespace) -> dict[str, Any]:
 
 def lost_ms(gaps: dict[int, float], usual: float, save: int, num_steps: int) -> float:
     """Milliseconds that so many steps from a save on take beyond the usual."""
-    return 1000 * sum(gaps[step] - usual for step in range(save + 1, save + num_steps))
+    return 1000 * sum(gaps[step] - usual for step in range(save + 1, save + num_steps + 1))
 
 
 def kill(args: argparse.Namespace) -> dict[str, Any]:

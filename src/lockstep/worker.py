@@ -78,7 +78,7 @@ def _train(
     skipped: list[int] = []
     reasons: list[str] = []
     while True:
-        training = compose(config, plan, run_dir, device, stop, skipped=skipped, notes=reasons)
+        training = compose(config, plan, run_dir, device, stop, skipped=skipped, notes=reasons[-1:])
         try:
             fit(training)
             return finish(config, training, run_dir)

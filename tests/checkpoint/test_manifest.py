@@ -103,6 +103,11 @@ def flip_bit(path: Path, position: int = -1) -> None:
             "format 3, this version reads 2",
             id="new",
         ),
+        pytest.param(
+            lambda f: (f / MANIFEST).write_text('{"format": 1, "step": 7}'),  # by another hash
+            "format 1, this version reads 2",
+            id="old",
+        ),
         pytest.param(recommitted(lambda raw: raw.pop("meta")), "not a manifest", id="lacks a key"),
         pytest.param(recommitted(lambda raw: raw.update(files=[])), "not a manifest", id="no dict"),
         pytest.param(

@@ -242,7 +242,14 @@ def test_a_killed_writer_is_told(behind: Store, tmp_path: Path) -> None:
     process.kill()
     behind.save(1, tensors(1.0), META, metric=None)
     behind.approve(1)
-    with pytest.raises(RuntimeError, match="writes checkpoints ended with exit code -9"):
+    with pytest.raises(RuntimeError, match="writes checkpoints was killed by SIGKILL"):
+        behind.wait()
+
+
+def test_what_cannot_be_sent_to_the_writer_is_told(behind: Store) -> None:
+    behind.save(1, tensors(1.0), {"saved": lambda: 1}, metric=None)  # cannot be pickled
+    behind.approve(1)
+    with pytest.raises(RuntimeError, match="pickle"):
         behind.wait()
 
 
@@ -490,7 +497,9 @@ def test_refusals_after_the_shards(
         raise OSError(5, "Input/output error", "somewhere")
 
     monkeypatch.setattr(saver, name, refuse)
-    with pytest.raises(UserError, match=r"the file system failed while saving step 1.*none was"):
+    with pytest.raises(
+        UserError, match=r"the file system failed while saving step 1.*there is no other"
+    ):
         saved(tmp_path, 1)
     assert names(tmp_path) == set()
 

@@ -28,6 +28,7 @@ LATEST = "latest"
 PARTIAL = ".tmp"
 """What the folder of a save is called until it is whole."""
 _STEP_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)")
+_FORMAT_LINE = re.compile(rb'\{\s*"format": ([0-9]{1,9})\b')
 _MAX_LAW_LINES = 10
 
 
@@ -113,12 +114,16 @@ def read_manifest(folder: Path) -> Manifest:
         mark = (folder / COMMITTED).read_bytes()
     except OSError as exc:
         raise Damaged(f"{MANIFEST}: {exc.strerror or exc}") from exc
+    # First: the mark of another format may be of another kind.
+    if (found := _FORMAT_LINE.match(text)) and int(found[1]) != FORMAT:
+        raise Damaged(
+            f"{MANIFEST}: format {int(found[1])}, this version reads {FORMAT}; it is whole for the "
+            "version of lockstep that wrote it"
+        )
     if hashlib.sha256(text).hexdigest().encode() != mark.strip():
         raise Damaged(f"{MANIFEST}: checksum differs")
     try:
         raw = json.loads(text)
-        if raw["format"] != FORMAT:
-            raise Damaged(f"{MANIFEST}: format {raw['format']}, this version reads {FORMAT}")
         files = {str(name): FileEntry(**entry) for name, entry in raw["files"].items()}
         manifest = Manifest(raw["step"], raw["metric"], raw["meta"], files)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:

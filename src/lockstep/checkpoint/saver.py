@@ -178,7 +178,9 @@ def _explained(step: int, previous: str | None) -> Iterator[None]:
         yield
     except OSError as exc:
         what = "disk full" if exc.errno in _DISK_FULL else "the file system failed"
-        kept = f"the previous checkpoint {previous} is intact" if previous else "none was there yet"
+        kept = (
+            f"the previous checkpoint {previous} is intact" if previous else "there is no other yet"
+        )
         raise UserError(
             f"{what} while saving step {step}: {exc}; {kept}. "
             "Make room below run.root and run the same command again to go on"

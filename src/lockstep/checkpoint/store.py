@@ -60,7 +60,9 @@ class Store:
         self._writer: Writer | None = None
         self._unapproved: tuple[int, dict[str, Any], float | None] | None = None
         self.waited_seconds = 0.0
-        """How long the last :meth:`save` waited for the one before it."""
+        """How long the last :meth:`save` waited for the one before it; 0 for the first wait, when
+        the writing process had yet to start."""
+        self._has_waited = False
 
     def save(
         self,
@@ -89,9 +91,10 @@ class Store:
                 earlier checkpoints are intact.
         """
         assert not self.unapproved, "the save before would be forgotten"
-        began = time.monotonic()
+        began, in_flight = time.monotonic(), self._writer is not None
         self.wait()
-        self.waited_seconds = time.monotonic() - began
+        self.waited_seconds = time.monotonic() - began if self._has_waited else 0.0
+        self._has_waited = self._has_waited or in_flight
         if not self.asynchronous:
             self._saver.save(step, tensors, meta, metric=metric)
             return

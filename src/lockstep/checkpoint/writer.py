@@ -153,11 +153,14 @@ class Writer:
         self._sending.start()
 
     def _send(self, order: tuple[int, dict[str, Any], float | None]) -> None:
-        if self._gpu is not None:
-            self._gpu.wait()
-        self._setting_up.join()
-        with suppress(OSError):  # a process that has died is told when the answer is read
-            self._pipe.send(order)
+        try:
+            if self._gpu is not None:
+                self._gpu.wait()
+            self._setting_up.join()
+            with suppress(OSError):  # a process that has died is told when the answer is read
+                self._pipe.send(order)
+        except Exception:  # noqa: BLE001 - the rank raises it; it must not wait for an answer
+            self._answer = _Answer(False, traceback.format_exc())
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -186,8 +189,8 @@ class Writer:
 
     def close(self) -> None:
         """Let the process end; not a collective."""
-        self._setting_up.join()
-        self._sending.join()
+        for thread in (self._setting_up, self._sending):
+            thread.join(_FAREWELL_SECONDS)
         self._pipe.close()
         if self._gpu is not None:
             self._gpu.wait()  # before the memory goes
@@ -204,9 +207,13 @@ class Writer:
             return _Answer(False, self._death())
 
     def _death(self) -> str:
+        code = self._process.wait()
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        )
         return (
-            f"the process that writes checkpoints ended with exit code {self._process.wait()} "
-            "(out of memory? see dmesg); checkpoint.async=false does without it"
+            f"the process that writes checkpoints {how} (out of memory? see dmesg); "
+            "checkpoint.async=false does without it"
         )
 
 

@@ -83,10 +83,11 @@ class StepGuard:
             if self._skipped_in_a_row <= self._cfg.max_incidents:
                 return f"{why}; its update is left out"
             why += f"; more than guard.max_incidents = {self._cfg.max_incidents} steps in a row"
+        else:
+            why += "; guard.nonfinite=skip goes on without such steps"
         raise UserError(
             f"{why}. Learning rate {record['lr']:g}; nothing was saved after it. Lower "
-            "optimizer.lr, set optimizer.clip_grad_norm, use precision=bf16 instead of fp16, or "
-            "go on without such steps by guard.nonfinite=skip"
+            "optimizer.lr, set optimizer.clip_grad_norm, or use precision=bf16 instead of fp16"
         )
 
     def _check_spike(self, step: int, loss: float) -> None:

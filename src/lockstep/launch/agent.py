@@ -6,10 +6,11 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
-import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -250,9 +251,9 @@ def run_agent(job: Job) -> int:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.processes_per_node)))
     job.logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        job_file = Path(folder) / "job.json"
-        job.save(job_file)
+    # In the run's folder: an agent that is killed leaves nothing elsewhere.
+    job_file = job.logs / f"job-{socket.gethostname()}-{os.getpid()}.json"
+    with _written(job, job_file):
         rendezvous = meet(launch, run_id=job.run_dir.name)
         agent = Agent(
             WorkerSpec(
@@ -278,12 +279,22 @@ def run_agent(job: Job) -> int:
                 say(f"the run is finished: {job.run_dir}")
                 return EXIT_OK
             if agent.started:
-                raise _lost_rendezvous(launch, job.run_dir, exc) from exc
+                say(f"error: {_lost_rendezvous(launch, job.run_dir)}")
+                return EXIT_FAILURE
             raise _cannot_meet(launch, exc) from exc
         finally:
             if not launch.elastic or (result is not None and not result.is_failed()):
                 rendezvous.shutdown()  # for all nodes; those of an elastic group may go on
     return verdict(job, agent, result)
+
+
+@contextmanager
+def _written(job: Job, path: Path) -> Iterator[None]:
+    job.save(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def meet(launch: Launch, *, run_id: str) -> Any:
@@ -423,12 +434,11 @@ def _cannot_meet(launch: Launch, error: Exception) -> UserError:
     )
 
 
-def _lost_rendezvous(launch: Launch, run_dir: Path, error: Exception) -> UserError:
-    return UserError(
+def _lost_rendezvous(launch: Launch, run_dir: Path) -> str:
+    return (
         f"launch.rendezvous = {_endpoint(launch)}: the node there is lost, and without it the "
-        f"others cannot meet again ({error}). Nothing is lost: start the same command on the nodes "
-        f"that remain, with an address of one of them; it goes on from the newest checkpoint of "
-        f"{run_dir}"
+        "others cannot meet again. Nothing is lost: start the same command on the nodes that "
+        f"remain, with an address of one of them; it goes on from the newest checkpoint of {run_dir}"
     )
 
 
