@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.data import listing
+from lockstep.data import source as source_module
 from lockstep.data.source import FolderSource
 from lockstep.errors import UserError
 
@@ -152,3 +154,80 @@ def test_val_must_have_the_training_classes(root: Path) -> None:
     lay_out(root, "val/emu/1.jpg")
     with pytest.raises(UserError, match=r"missing in val: cat; only in val: emu"):
         FolderSource.open(root, "val", classes=train.classes)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data set that is remembered; its folders have not changed for a while."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(listing, "LEAST", 1)
+    root = tmp_path / "data"
+    for name in ("a/1.png", "a/deep/\u732b.png", "b/2.png"):
+        (root / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "train" / name).write_bytes(name.encode())
+    settle(root)
+    return root
+
+
+def settle(root: Path) -> None:
+    for folder in (root / "train", *(p for p in (root / "train").rglob("*") if p.is_dir())):
+        os.utime(folder, (1_000_000_000, 1_000_000_000))
+
+
+def names_of(source: FolderSource) -> list[str]:
+    return [source.name(i) for i in range(len(source))]
+
+
+def test_a_listing_is_remembered(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FolderSource.open(kept, "train")
+    monkeypatch.setattr(source_module, "_images", None)  # not listed again
+    again = FolderSource.open(kept, "train")
+    assert names_of(again) == names_of(first) == ["a/1.png", "a/deep/\u732b.png", "b/2.png"]
+    assert (again.digest, again.classes) == (first.digest, first.classes)
+    np.testing.assert_array_equal(again.targets, first.targets)
+    np.testing.assert_array_equal(again.sizes, first.sizes)
+    with pytest.raises(UserError, match="different class folders"):
+        FolderSource.open(kept, "train", classes=["a", "c"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda train: (train / "a/0.png").write_bytes(b"new"), id="new"),
+        pytest.param(lambda train: (train / "a/deep/\u732b.png").unlink(), id="deleted"),
+        pytest.param(lambda train: (train / "b/2.png").rename(train / "b/3.png"), id="renamed"),
+        pytest.param(lambda train: (train / "b").rename(train / "c"), id="class renamed"),
+    ],
+)
+def test_a_changed_folder_is_listed_anew(kept: Path, change: Callable[[Path], object]) -> None:
+    before = FolderSource.open(kept, "train")
+    change(kept / "train")
+    after = FolderSource.open(kept, "train")
+    assert names_of(after) != names_of(before) and after.digest != before.digest
+    assert sorted(names_of(after)) == sorted(
+        str(p.relative_to(kept / "train")) for p in (kept / "train").rglob("*.png")
+    )
+
+
+def test_a_file_that_was_written_over_is_noticed_when_it_is_read(kept: Path) -> None:
+    before = FolderSource.open(kept, "train")
+    (kept / "train/b/2.png").write_bytes(b"longer than before")
+    source = FolderSource.open(kept, "train")
+    assert source.digest == before.digest
+    with pytest.raises(OSError, match="changed since it was listed, 18 bytes instead of 7"):
+        source.read(2)
+    assert FolderSource.open(kept, "train").digest != before.digest
+
+
+def test_a_folder_that_has_just_changed_is_not_remembered(kept: Path) -> None:
+    (kept / "train/a/9.png").write_bytes(b"")
+    FolderSource.open(kept, "train")
+    assert listing.recall(kept / "train") is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a listing", b"PK\x03\x04"])
+def test_a_damaged_listing_is_no_listing(kept: Path, tmp_path: Path, damage: bytes) -> None:
+    expected = names_of(FolderSource.open(kept, "train"))
+    (saved,) = (tmp_path / "cache").rglob("*.npz")
+    saved.write_bytes(damage)
+    assert names_of(FolderSource.open(kept, "train")) == expected

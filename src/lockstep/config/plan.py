@@ -348,6 +348,11 @@ def _check_data(config: Config, data: DataFacts, problems: list[str]) -> None:
     for name, (low, high) in {"scale": config.augment.scale, "ratio": config.augment.ratio}.items():
         if low > high or low <= 0:
             problems.append(f"augment.{name} = [{low}, {high}]: expected 0 < low <= high")
+    if config.data.cache == "gpu" and config.augment.policy != "none":
+        problems.append(
+            f"data.cache = gpu does not do augment.policy = {config.augment.policy}: use "
+            "data.cache=ram or augment.policy=none"
+        )
     if list(config.schedule.milestones) != sorted(config.schedule.milestones):
         problems.append(f"schedule.milestones = {list(config.schedule.milestones)}: not ascending")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from lockstep.data.listing import Listing, forget, recall, remember
 from lockstep.errors import UserError
 
 EXTENSIONS = frozenset(
@@ -76,7 +78,7 @@ class Source(Protocol):
 class FolderSource:
     """The images of one split, ordered by class and then by the bytes of their path.
 
-    Hidden files and folders (a leading dot) are no part of it. Names lie joined in one blob, so
+    Hidden files and folders (a leading dot) are no part of it. Names lie joined in one array, so
     that a million of them are not a million objects.
     """
 
@@ -88,7 +90,7 @@ class FolderSource:
     """[n] int64, bytes of each file when it was listed."""
     digest: str
     """Hash of class names, relative file names and file sizes: the same wherever the root lies."""
-    _names: bytes
+    _names: np.ndarray
     _ends: np.ndarray
 
     @classmethod
@@ -105,41 +107,26 @@ class FolderSource:
             UserError: nothing that can be trained on; names what is missing or superfluous.
         """
         folder = split_folder(root, split, HOW_TO_MAKE[name])
-        names: list[bytes] = []
-        lengths, sizes, counts = [], [], []
-        try:
-            found = _class_names(root, folder)
-            check_classes(root, split, found, classes)
-            for c in found:
-                # Class by class: a million names must not be a million objects at any time.
-                members = sorted(_images(os.fsencode(folder / c), os.fsencode(c)))
-                names.append(b"".join(path for path, _ in members))
-                lengths.append(np.array([len(path) for path, _ in members], dtype=np.int64))
-                sizes.append(np.array([size for _, size in members], dtype=np.int64))
-                counts.append(len(members))
-        except OSError as error:
-            raise UserError(
-                f"data.root = {root}: cannot list {os.fsdecode(error.filename or folder)}: "
-                f"{error.strerror}"
-            ) from error
-        if empty := [c for c, count in zip(found, counts, strict=True) if not count]:
-            raise UserError(
-                f"data.root = {root}: no images in {some(f'{split}/{c}' for c in empty)}: "
-                f"add some ({', '.join(sorted(EXTENSIONS))}) or remove the folder in all splits"
-            )
-        blob, ends, all_sizes = (
-            b"".join(names),
-            np.cumsum(np.concatenate(lengths)),
-            np.concatenate(sizes),
-        )
+        found = recall(folder)
+        if found is None:
+            began_ns, folders = time.time_ns(), [b""]
+            try:
+                found = _list(root, split, folder, classes, folders)
+            except OSError as error:
+                raise UserError(
+                    f"data.root = {root}: cannot list "
+                    f"{os.fsdecode(error.filename or folder)}: {error.strerror}"
+                ) from error
+            remember(folder, found, folders, began_ns)
+        check_classes(root, split, found.classes, classes)
         return cls(
             folder=folder,
-            classes=found,
-            targets=np.repeat(np.arange(len(found)), counts),
-            sizes=all_sizes,
-            digest=digest_of(found, cut(blob, ends), all_sizes.tolist()),
-            _names=blob,
-            _ends=ends,
+            classes=found.classes,
+            targets=np.repeat(np.arange(len(found.classes)), found.counts),
+            sizes=found.sizes,
+            digest=found.digest,
+            _names=found.names,
+            _ends=found.ends,
         )
 
     def __len__(self) -> int:
@@ -148,15 +135,52 @@ class FolderSource:
     def name(self, index: int) -> str:
         """Path below the split's folder, with forward slashes: ``<class>/<...>/<file>``."""
         start = self._ends[index - 1] if index > 0 else 0
-        return os.fsdecode(self._names[start : self._ends[index]])
+        return os.fsdecode(self._names[start : self._ends[index]].tobytes())
 
     def path(self, index: int) -> Path:
         """Where the file lies."""
         return self.folder / self.name(index)
 
     def read(self, index: int) -> bytes:
-        """The file's bytes. Raises OSError where it cannot be read (any more)."""
-        return self.path(index).read_bytes()
+        """The file's bytes. Raises OSError where it cannot be read (any more), or was changed."""
+        data, expected = self.path(index).read_bytes(), int(self.sizes[index])
+        if len(data) != expected:
+            forget(self.folder)  # what else has changed shows when it is listed anew
+            reason = f"changed since it was listed, {len(data):,} bytes instead of {expected:,}"
+            raise OSError(errno.ESTALE, reason, str(self.path(index)))
+        return data
+
+
+def _list(
+    root: Path, split: str, folder: Path, wanted: Sequence[str] | None, folders: list[bytes]
+) -> Listing:
+    """List a split, and each folder in it into ``folders``."""
+    names: list[bytes] = []
+    lengths, sizes, counts = [], [], []
+    classes = _class_names(root, folder)
+    check_classes(root, split, classes, wanted)
+    for c in classes:
+        # Class by class: a million names must not be a million objects at any time.
+        members = sorted(_images(os.fsencode(folder / c), os.fsencode(c), folders))
+        names.append(b"".join(path for path, _ in members))
+        lengths.append(np.array([len(path) for path, _ in members], dtype=np.int64))
+        sizes.append(np.array([size for _, size in members], dtype=np.int64))
+        counts.append(len(members))
+    if empty := [c for c, count in zip(classes, counts, strict=True) if not count]:
+        raise UserError(
+            f"data.root = {root}: no images in {some(f'{split}/{c}' for c in empty)}: "
+            f"add some ({', '.join(sorted(EXTENSIONS))}) or remove the folder in all splits"
+        )
+    blob, ends = b"".join(names), np.cumsum(np.concatenate(lengths))
+    all_sizes = np.concatenate(sizes)
+    return Listing(
+        classes=classes,
+        counts=np.array(counts),
+        names=np.frombuffer(blob, dtype=np.uint8),
+        ends=ends,
+        sizes=all_sizes,
+        digest=digest_of(classes, _cut(blob, ends), all_sizes.tolist()),
+    )
 
 
 def digest_of(classes: Sequence[str], names: Iterable[bytes], sizes: Iterable[int]) -> str:
@@ -168,7 +192,7 @@ def digest_of(classes: Sequence[str], names: Iterable[bytes], sizes: Iterable[in
     return found.hexdigest()
 
 
-def cut(joined: bytes, ends: np.ndarray) -> Iterator[bytes]:
+def _cut(joined: bytes, ends: np.ndarray) -> Iterator[bytes]:
     """The names that lie joined in ``joined``."""
     start = 0
     for end in ends.tolist():
@@ -226,8 +250,9 @@ def check_classes(root: Path, split: str, found: list[str], wanted: Sequence[str
         )
 
 
-def _images(folder: bytes, prefix: bytes) -> Iterator[tuple[bytes, int]]:
+def _images(folder: bytes, prefix: bytes, folders: list[bytes]) -> Iterator[tuple[bytes, int]]:
     """Relative path and size of each image below ``folder``, in no order."""
+    folders.append(prefix)
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(b"."):
@@ -237,7 +262,7 @@ def _images(folder: bytes, prefix: bytes) -> Iterator[tuple[bytes, int]]:
                 if entry.is_symlink():
                     reason = "is a link to a folder: copy the images, or link them one by one"
                     raise OSError(errno.ELOOP, reason, entry.path)
-                yield from _images(entry.path, path)
+                yield from _images(entry.path, path, folders)
             elif os.path.splitext(entry.name)[1].lower().decode(errors="replace") in EXTENSIONS:
                 # A dangling link is listed, so that reading it names it; a pipe or a device, linked
                 # or not, would block or never end.

@@ -1,0 +1,335 @@
+"""Measure how fast images come, beside other loaders, in one run.
+
+python scripts/bench_data.py --root /path/to/images --threads 2
+python scripts/bench_data.py --root /path/to/images --threads 16 --device cuda --json bench.json
+python scripts/bench_data.py --growth 1000,100000,1000000 --root /path/to/images
+
+RandomResizedCrop(224), flip, normalised, batches on the device. --root holds train/<class>/*. The
+packed form (short side 256) is made in a temporary folder. Peers that are not installed are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from lockstep.config.bind import bind
+from lockstep.config.schema import Config
+from lockstep.data import open_split
+from lockstep.data.loader import Loader
+from lockstep.data.pack import pack
+from lockstep.data.sampler import window_slices
+from lockstep.data.source import FolderSource
+from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+SIZE, MEAN, STD = 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SHORT_SIDE = 256
+
+Batches = Iterator[torch.Tensor]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, write JSON; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--root", type=Path, required=True, help="folder that holds train/<class>/*"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--images", type=int, default=2000, help="of each measurement")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="", help="names, comma between them")
+    parser.add_argument("--growth", default="", help="numbers of entries: cost of opening instead")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        result = growth(args) if args.growth else speed(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result | {"machine": machine(args)}, indent=1) + "\n")
+    return EXIT_OK
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    """Images per second of every loader, the loaders in turn, ``--repeat`` times."""
+    wanted = [name for name in args.only.split(",") if name] or list(LOADERS)
+    if unknown := [name for name in wanted if name not in LOADERS]:
+        raise UserError(f"--only {unknown[0]}: must be of {', '.join(LOADERS)}")
+    rows: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        packed = Path(folder)
+        if any("packed" in name for name in wanted):
+            pack(
+                args.root,
+                packed,
+                splits=["train"],
+                short_side=SHORT_SIDE,
+                threads=args.threads,
+                on_error="skip",
+            )
+        for _ in range(args.repeat):
+            for name in wanted:
+                needs, start = LOADERS[name]
+                if needs and importlib.util.find_spec(needs) is None:
+                    continue
+                found = measure(args, partial(start, args, packed))
+                for key, value in found.items():
+                    rows.setdefault(name, {}).setdefault(key, []).append(value)
+    base = median(rows["torchvision"]["images_per_second"]) if "torchvision" in rows else None
+    print(
+        f"{'loader':<24} {'images/s':>9} {'least':>7} {'most':>7} {'ratio':>6} {'cores':>6} {'first':>7}"
+    )
+    for name in wanted:
+        if name not in rows:
+            print(f"{name:<24} not installed: pip install {LOADERS[name][0]}")
+            continue
+        rates = rows[name]["images_per_second"]
+        ratio = f"{median(rates) / base:.2f}" if base else ""
+        print(
+            f"{name:<24} {median(rates):>9.0f} {min(rates):>7.0f} {max(rates):>7.0f} {ratio:>6} "
+            f"{median(rows[name]['cores']):>6.1f} {median(rows[name]['first_batch_seconds']):>6.1f}s"
+        )
+    return {"rows": rows, "images": args.images, "batch": args.batch, "threads": args.threads}
+
+
+def measure(args: argparse.Namespace, start: Callable[[], Batches]) -> dict[str, float]:
+    """One pass over ``--images``: the rate behind the first batch, and what it cost."""
+    began = time.perf_counter()
+    batches = start()
+    next(batches)
+    first = time.perf_counter()
+    cpu, count = cpu_seconds(), 0
+    for images in islice(batches, max(1, args.images // args.batch)):
+        count += len(images)
+    if args.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    wall = time.perf_counter() - first
+    # Processes of a peer count when they have ended.
+    if hasattr(batches, "close"):
+        batches.close()
+    return {
+        "images_per_second": count / wall,
+        "cores": (cpu_seconds() - cpu) / (time.perf_counter() - first),
+        "first_batch_seconds": first - began,
+    }
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and its ended children."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
+
+
+# --- the loaders ------------------------------------------------------------------------------
+
+
+def configured(*overrides: str) -> Config:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return bind(compose("config", ["data=folder", "augment=standard", *overrides]))
+
+
+def lockstep(args: argparse.Namespace, root: Path, *overrides: str) -> Batches:
+    cfg = configured(
+        f"data.root={root}", "data.cache=off", "data.interpolation=bilinear", *overrides
+    )
+    source = open_split(cfg.data, "train")
+    loader = Loader(
+        source,
+        cfg.data,
+        cfg.augment.model_copy(
+            update={"mixup": 0.0, "cutmix": 0.0, "erasing": 0.0, "policy": "none"}
+        ),
+        image_size=SIZE,
+        seed=0,
+        device=torch.device(args.device),
+        threads=args.threads,
+    )
+    for epoch in range(10**6):
+        stream = loader.batches(epoch, window_slices(0, len(source), args.batch, 0, 1))
+        try:
+            for batch in stream:
+                yield batch.images
+        finally:
+            stream.close()
+
+
+def torchvision(args: argparse.Namespace, _: Path) -> Batches:
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(SIZE, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
+    )
+    loader = DataLoader(
+        ImageFolder(str(args.root / "train"), transform),
+        args.batch,
+        shuffle=True,
+        num_workers=args.threads,
+        pin_memory=args.device.startswith("cuda"),
+        drop_last=True,
+    )
+    while True:
+        for images, _targets in loader:
+            yield images.to(args.device, non_blocking=True)
+
+
+def timm(args: argparse.Namespace, _: Path) -> Batches:
+    from timm.data import create_dataset, create_loader
+
+    dataset = create_dataset("", root=str(args.root / "train"), is_training=True)
+    loader = create_loader(
+        dataset,
+        input_size=(3, SIZE, SIZE),
+        batch_size=args.batch,
+        is_training=True,
+        num_workers=args.threads,
+        color_jitter=0.0,
+        interpolation="bilinear",
+        mean=MEAN,
+        std=STD,
+        device=torch.device(args.device),
+        use_prefetcher=args.device.startswith("cuda"),
+        persistent_workers=False,
+    )
+    while True:
+        for images, _targets in loader:
+            yield images
+
+
+def spdl(args: argparse.Namespace, _: Path) -> Batches:
+    """Threads of SPDL: FFmpeg decodes, crops and scales, not antialiased as the others are."""
+    import numpy as np
+    import spdl.io
+    from PIL import Image
+    from spdl.pipeline import PipelineBuilder
+    from torchvision.transforms import RandomResizedCrop
+
+    source = FolderSource.open(args.root, "train")
+    rng = np.random.default_rng(0)
+    mean, std = (torch.tensor(v, device=args.device).view(3, 1, 1) * 255 for v in (MEAN, STD))
+
+    def load(index: int) -> torch.Tensor:
+        path = str(source.path(index))
+        with Image.open(path) as image:
+            top, left, height, width = RandomResizedCrop.get_params(
+                image, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3]
+            )
+        chain = (
+            f"crop={width}:{height}:{left}:{top},scale={SIZE}:{SIZE}:flags=bilinear,format=rgb24"
+        )
+        pixels = spdl.io.to_torch(spdl.io.load_image(path, filter_desc=chain))
+        return pixels.flip(1) if rng.random() < 0.5 else pixels
+
+    def collate(images: list[torch.Tensor]) -> torch.Tensor:
+        batch = torch.stack(images).to(args.device).permute(0, 3, 1, 2)
+        return batch.to(torch.float32).sub_(mean).div_(std)
+
+    while True:
+        pipeline: Any = (
+            PipelineBuilder()
+            .add_source(rng.permutation(len(source)).tolist())
+            .pipe(load, concurrency=args.threads)
+            .aggregate(args.batch)
+            .pipe(collate)
+            .add_sink(4)
+            .build(num_threads=args.threads)
+        )
+        with pipeline.auto_stop():
+            yield from pipeline
+
+
+LOADERS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], Batches]]] = {
+    "torchvision": ("", torchvision),
+    "timm": ("", timm),
+    "spdl": ("spdl", spdl),
+    "lockstep folder": ("", lambda args, _: lockstep(args, args.root)),
+    "lockstep packed": ("", lambda args, packed: lockstep(args, packed, "data.source=packed")),
+}
+"""Name: the package that it needs beside the project's own, and what gives its batches."""
+
+
+# --- cost as the set grows --------------------------------------------------------------------
+
+
+def growth(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and memory to open sets of links to the same files, and to their first batch."""
+    files = [path for path in sorted((args.root / "train").rglob("*")) if path.is_file()]
+    rows = []
+    print(f"{'entries':>10} {'open':>8} {'memory':>9} {'first batch':>12}")
+    for number in map(int, args.growth.split(",")):
+        with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+            root = Path(folder)
+            make_links(files, root / "train", number)
+            before, began = peak_bytes(), time.perf_counter()
+            cfg = configured(f"data.root={root}", "data.cache=off")
+            source = open_split(cfg.data, "train")
+            opened = time.perf_counter() - began
+            grown = peak_bytes() - before
+            began = time.perf_counter()
+            stream = lockstep(args, root)
+            next(stream)
+            stream.close()  # type: ignore[attr-defined]
+            row = {"entries": len(source), "open_seconds": opened, "memory_bytes": grown}
+            row["first_batch_seconds"] = time.perf_counter() - began - opened
+        rows.append(row)
+        print(
+            f"{number:>10,} {opened:>7.2f}s {grown / 2**20:>6.0f}MiB "
+            f"{row['first_batch_seconds']:>11.2f}s"
+        )
+    return {"growth": rows}
+
+
+def make_links(files: list[Path], folder: Path, number: int) -> None:
+    for i in range(number):
+        place = folder / f"class{i % 1000 if number >= 2000 else i % 10:04d}"
+        if i < 1000:
+            place.mkdir(parents=True, exist_ok=True)
+        (place / f"{i:08d}.jpg").symlink_to(files[i % len(files)])
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """What a figure needs beside it."""
+    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    for name in ("torchvision", "timm", "PIL", "simplejpeg", "spdl"):
+        with_version = importlib.util.find_spec(name) and __import__(name)
+        versions[name] = str(getattr(with_version, "__version__", "absent or unknown"))
+    return {"cores": len(os.sched_getaffinity(0)), "gpu": gpu, "versions": versions}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
