@@ -16,10 +16,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test drill lint clean
+.PHONY: help setup data train test drill bench-data lint clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/all.stamp ## make .venv with everything: training, DVC, W&B, tests
 
@@ -34,6 +34,9 @@ test: setup data ## run the test suite; pytest arguments in ARGS="..."
 
 drill: setup ## break small runs in every way, see what is lost; ARGS="--only SIGKILL --jobs 4"
 	$(BIN)/python scripts/drill.py $(ARGS)
+
+bench-data: setup ## measure how fast images come, beside other loaders; ARGS="--root /path/to/images"
+	$(BIN)/python scripts/bench_data.py $(ARGS)
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

@@ -32,14 +32,15 @@ def resample_kernel(
 
     Args:
         out: [n, S, S, 3] float32.
-        rows: [n, 2] int64: address of the pixels, width.
+        rows: [n, 4] int64: address of the pixels, strides down, across and of channels.
         numbers: [n, 13] float32: ``Axis.numbers`` across, the same down, 1.0 where mirrored.
         mean, std: [3] float32.
     """
     sample, y = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(rows + 2 * sample).to(tl.pointer_type(tl.uint8))
-    width = tl.load(rows + 2 * sample + 1)
+    source = tl.load(rows + 4 * sample).to(tl.pointer_type(tl.uint8))
+    down, across = tl.load(rows + 4 * sample + 1), tl.load(rows + 4 * sample + 2)
+    channel_stride = tl.load(rows + 4 * sample + 3)
     row = numbers + 13 * sample
     radius = 2.0 if BICUBIC else 1.0
 
@@ -76,10 +77,14 @@ def resample_kernel(
             inside = (source_x < high_x) & (x < size)
             weights = _weight((source_x - centre_x + 0.5) / scale_x, BICUBIC)
             weights = tl.where(inside, weights, 0.0)
-            pixel = source + (source_y * width + source_x) * 3
+            pixel = source + source_y * down + source_x * across
             row_red += weights * tl.load(pixel, mask=inside, other=0).to(tl.float32)
-            row_green += weights * tl.load(pixel + 1, mask=inside, other=0).to(tl.float32)
-            row_blue += weights * tl.load(pixel + 2, mask=inside, other=0).to(tl.float32)
+            row_green += weights * tl.load(pixel + channel_stride, mask=inside, other=0).to(
+                tl.float32
+            )
+            row_blue += weights * tl.load(pixel + 2 * channel_stride, mask=inside, other=0).to(
+                tl.float32
+            )
             row_total += weights
         weight_y = _weight((source_y - centre_y + 0.5) / scale_y, BICUBIC)
         red += weight_y * _whole(row_red, row_total)

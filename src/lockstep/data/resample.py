@@ -59,7 +59,7 @@ def resample(
     """Resize a window of each image to a square.
 
     Args:
-        images: n of [H, W, 3] uint8, contiguous, sizes may differ, on the device.
+        images: n of [H, W, 3] uint8, of any sizes and strides, on the device.
         windows: [n, 2, 6] float32: :meth:`Axis.numbers` across and down.
         flips: [n] bool: mirrored, left and right.
         size: S, pixels.
@@ -138,9 +138,7 @@ def _launch(
 ) -> None:
     size = out.shape[-1]
     # All that a sample's program needs lies in one row, so that one copy takes it to the device.
-    rows = np.zeros((len(images), 2), dtype=np.int64)
-    rows[:, 0] = [image.data_ptr() for image in images]
-    rows[:, 1] = [image.shape[1] for image in images]
+    rows = np.array([(image.data_ptr(), *image.stride()) for image in images], dtype=np.int64)
     numbers = np.concatenate(
         [windows.reshape(len(images), 12), flips[:, None].astype(np.float32)], axis=1
     )
