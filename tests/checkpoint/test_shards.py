@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -333,7 +334,9 @@ def test_an_index_of_any_python(tmp_path: Path) -> None:
         with (folder / ".metadata").open("wb") as file:
             pickler = pickle.Pickler(file)
             kind = dcp_metadata._MEM_FORMAT_ENCODING
-            pickler.dispatch_table = {kind: lambda member: (getattr, (kind, member.name))}
+            pickler.dispatch_table = copyreg.dispatch_table | {
+                kind: lambda member: (getattr, (kind, member.name))
+            }
             pickler.dump(index)
 
     found = forged(tmp_path, as_attributes)
