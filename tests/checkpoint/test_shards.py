@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -273,9 +274,21 @@ def _extension(index: dcp_metadata.Metadata, folder: Path) -> None:
         info.transform_descriptors = ["stream.zstd"]
 
 
+class Attribute:
+    """Asks for what a class has, which may be anything."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (dcp_metadata.Metadata, "__init__")
+
+
+def _attribute(index: dcp_metadata.Metadata, folder: Path) -> None:
+    index.planner_data = Attribute()
+
+
 STRANGERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "payload as index": (forged_index(_payload), "it asks for pathlib"),
     "payload within the index": (forged_index(_hidden_payload), "it asks for pathlib"),
+    "attribute of a class": (forged_index(_attribute), "it asks for an attribute __init__"),
     "index of another type": (forged_index(lambda i, f: {"a": 1}), "not an index of tensors"),
     "no pickle": (lambda f: (f / ".metadata").write_bytes(b"?"), "not an index"),
     "dotted name": (
@@ -311,3 +324,23 @@ def test_a_stranger_executes_nothing(
             load()
         assert message in str(caught.value)
     assert not (found.path / "executed").exists()
+
+
+def test_an_index_of_any_python(tmp_path: Path) -> None:
+    """3.11.0 to 3.11.3 pickle members of an enumeration as attributes."""
+
+    def as_attributes(folder: Path) -> None:
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        with (folder / ".metadata").open("wb") as file:
+            pickler = pickle.Pickler(file)
+            kind = dcp_metadata._MEM_FORMAT_ENCODING
+            pickler.dispatch_table = copyreg.dispatch_table | {
+                kind: lambda member: (getattr, (kind, member.name))
+            }
+            pickler.dump(index)
+
+    found = forged(tmp_path, as_attributes)
+    assert b"getattr" in (found.path / ".metadata").read_bytes()
+    tensors = {"model": {"a": torch.ones(2), "b": torch.ones(2)}}
+    open_store(tmp_path).load(found, tensors)
+    assert not tensors["model"]["a"].any()
