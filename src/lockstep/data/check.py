@@ -25,6 +25,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from lockstep.data.decode import FORMATS, DecodeError, decode
+from lockstep.data.listing import forget
 from lockstep.data.source import EXTENSIONS, FolderSource
 
 IMBALANCE = 20
@@ -103,6 +104,8 @@ def check(
     Raises:
         UserError: the folders cannot be trained on.
     """
+    for split in ("train", "val"):
+        forget(root / split)  # what is remembered of it is to be checked, too
     train = FolderSource.open(root, "train")
     sources = [train, FolderSource.open(root, "val", classes=train.classes)]
     total, before = sum(map(len, sources)), 0
