@@ -23,7 +23,7 @@ from lockstep.checkpoint.store import Store, find_checkpoint
 from lockstep.config.bind import bind, law, load_config
 from lockstep.config.plan import Machine, resolve_device
 from lockstep.config.schema import Config, PositiveInt
-from lockstep.data import open_split
+from lockstep.data import is_packed, open_split
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source
 from lockstep.engine.evaluate import evaluate
@@ -270,7 +270,8 @@ def _images(weights: Weights, root: Path | None) -> tuple[Source, list[str]]:
     """The validation images, and what is to be said about them."""
     card, data = weights.card, weights.config.data
     root = root or Path(data.root)
-    place = data.model_copy(update={"root": str(root)})
+    source_kind = "packed" if is_packed(root / "val") else "folder"
+    place = data.model_copy(update={"root": str(root), "source": source_kind})
     source = open_split(place, "val", classes=card["classes"])
     if len(source.classes) != card["num_classes"]:
         raise UserError(

@@ -129,6 +129,7 @@ def compose(
     if config.deterministic:
         make_deterministic()
     train_loader, val_loader = dist.together(lambda: build_loaders(config, plan, device))
+    refuse_different_data(config, train_loader, val_loader)
 
     strategy = build_strategy(
         plan.strategy,
@@ -277,6 +278,16 @@ def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loa
         )
 
     return loader(train, True), loader(val, False)
+
+
+def refuse_different_data(config: Config, *loaders: Loader) -> None:
+    """All ranks must see the same images: nodes may have copies of their own. All enter here."""
+    seen = dist.gather_objects([loader.source.digest for loader in loaders])
+    if others := [rank for rank, digests in enumerate(seen) if digests != seen[0]]:
+        raise UserError(
+            f"data.root = {config.data.root}: rank {others[0]} sees other images than rank 0: give "
+            "every node the same copy"
+        )
 
 
 def find_checkpoint(config: Config, store: Store) -> Found | None:

@@ -285,3 +285,30 @@ def test_a_damaged_jpeg_is_to_nobody_what_pillow_does_not_show(
                 decode(bytes(data), exif_rotate=True)
         else:
             np.testing.assert_array_equal(decode(bytes(data), exif_rotate=True), expected)
+
+
+def test_an_orientation_behind_the_frame_counts() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain = encode(Image.new("RGB", (8, 4)), "JPEG")
+    block = exif.tobytes()
+    segment = b"\xff\xe1" + (len(block) + 2).to_bytes(2, "big") + block
+    scan = plain.index(b"\xff\xda")
+    data = plain[:scan] + segment + plain[scan:]
+    assert decode(data, exif_rotate=True).shape == (8, 4, 3)
+    assert decode(data, exif_rotate=False).shape == (4, 8, 3)
+
+
+@pytest.mark.parametrize(
+    "insert",
+    [
+        pytest.param(b"\xff\xd0", id="a marker without length"),
+        pytest.param(b"\xff\xc0\x00\x0b\x08\x00\x01\x00\x01\x01\x01\x11\x00", id="a second frame"),
+    ],
+)
+def test_what_two_readers_may_read_differently_is_for_pillow(insert: bytes) -> None:
+    plain = encode(Image.new("RGB", (8, 4)), "JPEG")
+    assert decode_module._is_simple_jpeg(plain, exif_rotate=True)
+    for at in (2, plain.index(b"\xff\xda")):
+        data = plain[:at] + insert + plain[at:]
+        assert not decode_module._is_simple_jpeg(data, exif_rotate=True)

@@ -165,13 +165,8 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("a/1.png", "a/deep/\u732b.png", "b/2.png"):
         (root / "train" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "train" / name).write_bytes(name.encode())
-    settle(root)
+    monkeypatch.setattr(listing, "_SETTLED_NS", -(10**12))  # as if it had lain there for long
     return root
-
-
-def settle(root: Path) -> None:
-    for folder in (root / "train", *(p for p in (root / "train").rglob("*") if p.is_dir())):
-        os.utime(folder, (1_000_000_000, 1_000_000_000))
 
 
 def names_of(source: FolderSource) -> list[str]:
@@ -197,6 +192,7 @@ def test_a_listing_is_remembered(kept: Path, monkeypatch: pytest.MonkeyPatch) ->
         pytest.param(lambda train: (train / "a/deep/\u732b.png").unlink(), id="deleted"),
         pytest.param(lambda train: (train / "b/2.png").rename(train / "b/3.png"), id="renamed"),
         pytest.param(lambda train: (train / "b").rename(train / "c"), id="class renamed"),
+        pytest.param(lambda train: add_unnoticed(train / "a"), id="time of change set back"),
     ],
 )
 def test_a_changed_folder_is_listed_anew(kept: Path, change: Callable[[Path], object]) -> None:
@@ -209,6 +205,13 @@ def test_a_changed_folder_is_listed_anew(kept: Path, change: Callable[[Path], ob
     )
 
 
+def add_unnoticed(folder: Path) -> None:
+    """As archives and copying tools do."""
+    before = folder.stat()
+    (folder / "0.png").write_bytes(b"new")
+    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def test_a_file_that_was_written_over_is_noticed_when_it_is_read(kept: Path) -> None:
     before = FolderSource.open(kept, "train")
     (kept / "train/b/2.png").write_bytes(b"longer than before")
@@ -219,10 +222,21 @@ def test_a_file_that_was_written_over_is_noticed_when_it_is_read(kept: Path) -> 
     assert FolderSource.open(kept, "train").digest != before.digest
 
 
-def test_a_folder_that_has_just_changed_is_not_remembered(kept: Path) -> None:
-    (kept / "train/a/9.png").write_bytes(b"")
+def test_a_folder_that_has_just_changed_is_not_remembered(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_SETTLED_NS", 2 * 10**9)
     FolderSource.open(kept, "train")
     assert listing.recall(kept / "train") is None
+
+
+def test_without_a_home_nothing_is_remembered(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert len(FolderSource.open(kept, "train")) == len(FolderSource.open(kept, "train")) == 3
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a listing", b"PK\x03\x04"])

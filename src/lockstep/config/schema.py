@@ -125,8 +125,9 @@ class Data(Section):
     )
     decode: Literal["cpu"] = Field(description="where images are decoded")
     cache: Literal["auto", "off", "ram", "gpu"] = Field(
-        description="keep decoded images: ram: in each process; gpu: on the device, where they are "
-        "cropped, too; auto: in each process if a split takes no more than 256 MiB"
+        description="keep decoded images: ram: in each process, a split that fits into its share of "
+        "half the free memory; gpu: all on each device, where they are cropped, too; auto: in each "
+        "process, a split of up to 256 MiB"
     )
     image_size: PositiveInt = Field(description="side of the training crop, pixels")
     num_classes: PositiveInt | None = Field(description="null: counted in the folder")

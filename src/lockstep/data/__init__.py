@@ -14,7 +14,9 @@ from pathlib import Path
 
 from lockstep.config.schema import Data
 from lockstep.data.packed import PackedSource
-from lockstep.data.source import FolderSource, Source
+from lockstep.data.source import FolderSource, Source, is_packed
+
+__all__ = ["is_packed", "open_split"]
 
 
 def open_split(cfg: Data, split: str, *, classes: Sequence[str] | None = None) -> Source:

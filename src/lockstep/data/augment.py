@@ -1,7 +1,7 @@
 """What training does to one image, and what evaluation does. Level 2.
 
 Drawing and doing are apart: ``draw`` is a pure function of the sample's own seed and ``apply`` uses
-no random numbers, so that a sample looks the same on whichever thread, process or machine.
+no random numbers, so that a sample looks the same on whichever thread, process or machine of a kind.
 Geometry and policies follow torchvision (transforms.v2). Images are arrays [height, width, 3] of
 uint8, RGB; a random crop is resized by torch, twice as fast as by Pillow and within one step of 255.
 """
@@ -111,7 +111,9 @@ def apply(image: np.ndarray, params: Params, view: View) -> np.ndarray:
 
 def _resize(image: np.ndarray, box: Box, view: View) -> np.ndarray:
     left, top, right, bottom = box
-    pixels = torch.from_numpy(image[top:bottom, left:right]).permute(2, 0, 1)[None]
+    # Copied here: torch would do it with threads of its own, beside those that decode.
+    part = np.ascontiguousarray(image[top:bottom, left:right])
+    pixels = torch.from_numpy(part).permute(2, 0, 1)[None]
     square = interpolate(
         pixels, (view.size, view.size), mode=view.interpolation, antialias=True, align_corners=False
     )

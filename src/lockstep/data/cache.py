@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
 import torch
 
+from lockstep import dist
 from lockstep.data.decode import DecodeError
 from lockstep.errors import UserError
 
@@ -24,13 +27,12 @@ class RamCache:
     def __init__(self, kind: str) -> None:
         """
         Args:
-            kind: ``data.cache``; with ``ram`` it must fit.
+            kind: ``data.cache``; with ``ram``, this process's share of half the free memory.
         """
         self._images: dict[int, np.ndarray] = {}
-        self._must_fit = kind == "ram"
-        self._left = {"auto": AUTO_BYTES, "ram": _free_bytes(torch.device("cpu")) // 2}.get(
-            kind, -1
-        )
+        self._left = AUTO_BYTES if kind == "auto" else -1
+        if kind == "ram":
+            self._left = _free_bytes(torch.device("cpu")) // 2 // dist.local_world_size()
         self._lock = Lock()
 
     def get(self, index: int) -> np.ndarray | None:
@@ -41,11 +43,6 @@ class RamCache:
             if self._left < 0 or index in self._images:
                 return
             self._left -= image.nbytes
-            if self._left < 0 and self._must_fit:
-                raise UserError(
-                    f"data.cache = ram: only {len(self._images):,} decoded images fit into half of "
-                    "the free memory; use data.cache=off"
-                )
             if self._left < 0:
                 self._images = {}
             else:
@@ -103,6 +100,14 @@ class DeviceCache:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvail"))
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvail"))
+    with suppress(OSError, ValueError):  # "max" where a container has no limit
+        limit, used = (
+            int(Path("/sys/fs/cgroup", name).read_text())
+            for name in ("memory.max", "memory.current")
+        )
+        free = min(free, max(limit - used, 0))
+    return free

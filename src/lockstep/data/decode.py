@@ -36,8 +36,10 @@ FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 """Pillow's names of what is opened at all."""
 ORIENTATION_TAG = 0x0112
 _APP1 = 0xE1
+_START_OF_SCAN = 0xDA
 _START_OF_FRAME = (0xC0, 0xC1, 0xC2)
 """Baseline, extended and progressive; the others are for Pillow."""
+_NO_LENGTH = (0x00, 0x01, *range(0xD0, 0xDA))
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -70,7 +72,7 @@ def decode(data: bytes, *, exif_rotate: bool) -> np.ndarray:
         raise DecodeError("the file is empty")
     if _is_simple_jpeg(data, exif_rotate=exif_rotate):
         # Strict: it must not go on silently where Pillow would refuse.
-        with suppress(ValueError):
+        with suppress(ValueError, MemoryError):
             pixels: np.ndarray = simplejpeg.decode_jpeg(data, strict=True)
             return pixels
     try:
@@ -89,7 +91,8 @@ def decode(data: bytes, *, exif_rotate: bool) -> np.ndarray:
 
 def _is_simple_jpeg(data: bytes, *, exif_rotate: bool) -> bool:
     """Whether simplejpeg shows what Pillow would: size, components, and nothing to turn."""
-    position, turned = 2, False
+    position, described = 2, False
+    frames: list[bool] = []
     if data[:2] != b"\xff\xd8":
         return False
     while position + 10 <= len(data) and data[position] == 0xFF:
@@ -97,14 +100,17 @@ def _is_simple_jpeg(data: bytes, *, exif_rotate: bool) -> bool:
         if marker == 0xFF:  # padding
             position += 1
             continue
+        if marker == _START_OF_SCAN:
+            return frames == [True] and not (described and exif_rotate and _is_turned(data))
+        if marker in _NO_LENGTH:  # out of place here, and libjpeg goes on behind it
+            return False
         if marker == _APP1:  # EXIF or XMP, either may hold an orientation
-            turned = True
+            described = True
         if marker in _START_OF_FRAME:
             height = int.from_bytes(data[position + 5 : position + 7], "big")
             width = int.from_bytes(data[position + 7 : position + 9], "big")
             fits = 0 < height * width <= 2 * (Image.MAX_IMAGE_PIXELS or 0)
-            simple = data[position + 4] == 8 and data[position + 9] in (1, 3)
-            return fits and simple and not (turned and exif_rotate and _is_turned(data))
+            frames.append(fits and data[position + 4] == 8 and data[position + 9] in (1, 3))
         position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
     return False
 

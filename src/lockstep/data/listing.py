@@ -1,7 +1,8 @@
 """Remembers what lies in a large folder, so that the next process need not list it again. Level 2.
 
-A listing holds as long as no folder in it has changed (its time of change tells of files that came,
-went or were renamed). A file that was written over shows when it is read: its size differs.
+A listing holds as long as every folder in it is the same one and has not changed (its times of
+change tell of files that came, went or were renamed; nobody can set the second one). A file that
+was written over shows when it is read: its size differs.
 """
 
 from __future__ import annotations
@@ -41,12 +42,11 @@ class Listing:
 def recall(folder: Path) -> Listing | None:
     """The listing of a split's folder, if one is known and still holds."""
     with (
-        suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile),
+        suppress(OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile),
         np.load(_file_of(folder), allow_pickle=False) as saved,
     ):
         folders = _split(saved["folders"])
-        times = [os.stat(os.path.join(os.fsencode(folder), f)).st_mtime_ns for f in folders]
-        if times != saved["times"].tolist():
+        if _states(folder, folders) != saved["states"].tolist():
             return None
         classes = [os.fsdecode(name) for name in _split(saved["classes"])]
         arrays = {key: saved[key] for key in ("counts", "names", "ends", "sizes")}
@@ -65,9 +65,9 @@ def remember(folder: Path, listing: Listing, folders: list[bytes], began_ns: int
     if len(listing.ends) < LEAST:
         return
     # A cache that cannot be written is no cache.
-    with suppress(OSError):
-        times = [os.stat(os.path.join(os.fsencode(folder), f)).st_mtime_ns for f in folders]
-        if max(times) > began_ns - _SETTLED_NS:
+    with suppress(OSError, RuntimeError):
+        states = _states(folder, folders)
+        if max(max(state[2:]) for state in states) > began_ns - _SETTLED_NS:
             return
         path = _file_of(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def remember(folder: Path, listing: Listing, folders: list[bytes], began_ns: int
             np.savez(
                 partial,
                 folders=_joined(folders),
-                times=np.array(times, dtype=np.int64),
+                states=np.array(states, dtype=np.uint64),
                 classes=_joined([os.fsencode(name) for name in listing.classes]),
                 counts=listing.counts,
                 names=listing.names,
@@ -91,11 +91,18 @@ def remember(folder: Path, listing: Listing, folders: list[bytes], began_ns: int
 
 def forget(folder: Path) -> None:
     """Let the folder be listed anew the next time."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
         _file_of(folder).unlink(missing_ok=True)
 
 
+def _states(folder: Path, folders: list[bytes]) -> list[list[int]]:
+    """Device, inode, and times of change of the content and of anything, nanoseconds."""
+    found = (os.stat(os.path.join(os.fsencode(folder), name)) for name in folders)
+    return [[s.st_dev, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for s in found]
+
+
 def _file_of(folder: Path) -> Path:
+    """Raises RuntimeError for a user without a home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = blake2b(os.fsencode(folder.resolve()), digest_size=16).hexdigest()
     return cache / "lockstep" / "listings" / f"{place}.npz"

@@ -89,6 +89,9 @@ class Loader:
             image_size: side S of the images, pixels.
             seed: of the run.
             threads: that decode.
+
+        Raises:
+            UserError: ``data.cache=gpu``, and the images do not fit or one cannot be read.
         """
         self.source = source
         self.skipped: dict[str, str] = {}
@@ -106,7 +109,10 @@ class Loader:
         self._mean = 255 * torch.tensor(data.mean, device=device).view(1, 3, 1, 1)
         self._std = 255 * torch.tensor(data.std, device=device).view(1, 3, 1, 1)
         self._cache = RamCache(data.cache)
+        # Now, when the most memory is free and nobody waits for a step.
         self._on_device: DeviceCache | None = None
+        if data.cache == "gpu":
+            self._on_device = DeviceCache(len(source), self._image, device=device, threads=threads)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -133,10 +139,6 @@ class Loader:
         order = np.arange(len(self), dtype=np.int64)
         if self._augment is not None:
             order = epoch_order(self._seed, epoch, len(self))
-        if self._data.cache == "gpu" and self._on_device is None:
-            self._on_device = DeviceCache(
-                len(self), self._image, device=self._device, threads=self._threads
-            )
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
         pending: deque[_Pending] = deque()
         try:

@@ -337,12 +337,12 @@ class _Split:
         try:
             data = self._source.read(index)
         except OSError as error:
+            if error.errno == errno.ESTALE:
+                raise UserError(
+                    f"{self._source.path(index)}: {error.strerror}: pack again when nobody writes "
+                    "there"
+                ) from error
             return _Image(b"", 0, error.strerror or str(error))
-        if len(data) != size:
-            raise UserError(
-                f"{self._source.path(index)} has changed while it was packed "
-                f"({size:,} bytes, now {len(data):,}): pack again when nobody writes there"
-            )
         if self._recipe.quality is not None:
             try:
                 data = reencode(

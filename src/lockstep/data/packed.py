@@ -30,11 +30,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.source import check_classes, digest_of, split_folder
+from lockstep.data.source import PACKED_INDEX, check_classes, digest_of, split_folder
 from lockstep.errors import UserError
 
 FORMAT = 1
-INDEX = "index"
+INDEX = PACKED_INDEX
 INDEX_FILE = "index.json"
 NAMES = "names.bin"
 ARRAYS: dict[str, np.dtype[Any]] = {
@@ -57,6 +57,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _ROWS = 1 << 17
 """Entries that are looked at at once: few enough that checking needs no memory to speak of."""
+_MOST_BYTES = 1 << 31
+"""Of one image: what is read at once must not be whatever a stranger asks for."""
 _MOST_OPEN = 256
 """Shards that one process keeps open."""
 
@@ -136,7 +138,7 @@ class PackedSource:
         Raises:
             UserError: not packed, not completely, damaged, or not what ``classes`` says.
         """
-        folder = root / split
+        folder = (root / split).absolute()  # wherever it is read from later
         try:
             index = read_index(folder)
             check_sizes(folder, index)
@@ -266,7 +268,9 @@ def _not_packed(folder: Path) -> UserError:
             f"data.root = {root}: {split} is not packed to its end: give the same command again, "
             f"or {HOW_TO_PACK}"
         )
-    return UserError(f"data.root = {root}: {split} is not packed: {HOW_TO_PACK}")
+    return UserError(
+        f"data.root = {root}: {split} is not packed: set data.source=folder, or {HOW_TO_PACK}"
+    )
 
 
 def _index(raw: dict[str, Any]) -> Index:
@@ -381,6 +385,7 @@ def _check_entries(index: Index, arrays: dict[str, np.ndarray], names: np.ndarra
             and bool((np.diff(shards) >= 0).all())
             and bool((offsets >= BLOCK_BYTES).all())
             and bool((part["sizes"] >= 0).all())
+            and bool((part["sizes"] < _MOST_BYTES).all())
             # Not offset + size, which may be beyond 64 bits.
             and bool((offsets <= shard_sizes[shards]).all())
             and bool((part["sizes"] <= shard_sizes[shards] - offsets).all())

@@ -40,6 +40,8 @@ HOW_TO_MAKE = {
 }
 
 
+PACKED_INDEX = "index"
+"""A folder in a split that ``pack`` has made."""
 _ROWS = 1 << 17
 """Entries that are hashed at once."""
 
@@ -107,6 +109,11 @@ class FolderSource:
             UserError: nothing that can be trained on; names what is missing or superfluous.
         """
         folder = split_folder(root, split, HOW_TO_MAKE[name])
+        if is_packed(folder):
+            raise UserError(
+                f"data.root = {root}: {split} holds packed images: set data.source=packed, or give "
+                "the folder that was packed"
+            )
         found = recall(folder)
         if found is None:
             began_ns, folders = time.time_ns(), [b""]
@@ -181,6 +188,11 @@ def _list(
         sizes=all_sizes,
         digest=digest_of(classes, _cut(blob, ends), all_sizes.tolist()),
     )
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a split's folder is what ``pack`` has made."""
+    return (folder / PACKED_INDEX / "index.json").is_file()
 
 
 def digest_of(classes: Sequence[str], names: Iterable[bytes], sizes: Iterable[int]) -> str:
