@@ -35,7 +35,6 @@ from lockstep.data import open_split
 from lockstep.data.loader import Loader
 from lockstep.data.pack import pack
 from lockstep.data.sampler import window_slices
-from lockstep.data.source import FolderSource
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -226,53 +225,34 @@ def timm(args: argparse.Namespace, _: Path) -> Batches:
             yield images
 
 
-def spdl(args: argparse.Namespace, _: Path) -> Batches:
-    """Threads of SPDL: FFmpeg decodes, crops and scales, not antialiased as the others are."""
-    import numpy as np
-    import spdl.io
-    from PIL import Image
-    from spdl.pipeline import PipelineBuilder
-    from torchvision.transforms import RandomResizedCrop
+def webdataset(args: argparse.Namespace, packed: Path) -> Batches:
+    """The same packed tars, read in order by workers and shuffled in a buffer."""
+    import webdataset as wds
+    from torchvision.transforms import v2
 
-    source = FolderSource.open(args.root, "train")
-    rng = np.random.default_rng(0)
-    mean, std = (torch.tensor(v, device=args.device).view(3, 1, 1) * 255 for v in (MEAN, STD))
-
-    def load(index: int) -> torch.Tensor:
-        path = str(source.path(index))
-        with Image.open(path) as image:
-            top, left, height, width = RandomResizedCrop.get_params(
-                image, scale=[0.08, 1.0], ratio=[3 / 4, 4 / 3]
-            )
-        chain = (
-            f"crop={width}:{height}:{left}:{top},scale={SIZE}:{SIZE}:flags=bilinear,format=rgb24"
-        )
-        pixels = spdl.io.to_torch(spdl.io.load_image(path, filter_desc=chain))
-        return pixels.flip(1) if rng.random() < 0.5 else pixels
-
-    def collate(images: list[torch.Tensor]) -> torch.Tensor:
-        batch = torch.stack(images).to(args.device).permute(0, 3, 1, 2)
-        return batch.to(torch.float32).sub_(mean).div_(std)
-
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(SIZE, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
+    )
+    shards = sorted(str(path) for path in (packed / "train").glob("*.tar"))
+    files = wds.WebDataset(shards, shardshuffle=False, empty_check=False).shuffle(1000)
+    pictures = files.decode("pil").to_tuple("jpg;jpeg;png").map_tuple(transform)
+    loader = wds.WebLoader(pictures.batched(args.batch), batch_size=None, num_workers=args.threads)
     while True:
-        pipeline: Any = (
-            PipelineBuilder()
-            .add_source(rng.permutation(len(source)).tolist())
-            .pipe(load, concurrency=args.threads)
-            .aggregate(args.batch)
-            .pipe(collate)
-            .add_sink(4)
-            .build(num_threads=args.threads)
-        )
-        with pipeline.auto_stop():
-            yield from pipeline
+        for (images,) in loader:
+            yield images.to(args.device, non_blocking=True)
 
 
 LOADERS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], Batches]]] = {
     "torchvision": ("", torchvision),
     "timm": ("", timm),
-    "spdl": ("spdl", spdl),
     "lockstep folder": ("", lambda args, _: lockstep(args, args.root)),
+    "webdataset packed": ("webdataset", webdataset),
     "lockstep packed": ("", lambda args, packed: lockstep(args, packed, "data.source=packed")),
 }
 """Name: the package that it needs beside the project's own, and what gives its batches."""
@@ -325,7 +305,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     """What a figure needs beside it."""
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    for name in ("torchvision", "timm", "PIL", "simplejpeg", "spdl"):
+    for name in ("torchvision", "timm", "PIL", "simplejpeg", "webdataset"):
         with_version = importlib.util.find_spec(name) and __import__(name)
         versions[name] = str(getattr(with_version, "__version__", "absent or unknown"))
     return {"cores": len(os.sched_getaffinity(0)), "gpu": gpu, "versions": versions}
