@@ -11,7 +11,6 @@ packed form (short side 256) is made in a temporary folder. Peers that are not i
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -20,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -92,7 +93,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(args.repeat):
             for name in wanted:
                 needs, start = LOADERS[name]
-                if needs and importlib.util.find_spec(needs) is None:
+                if needs and not installed(needs):
                     continue
                 found = measure(args, partial(start, args, packed))
                 for key, value in found.items():
@@ -134,6 +135,13 @@ def measure(args: argparse.Namespace, start: Callable[[], Batches]) -> dict[str,
         "cores": (cpu_seconds() - cpu) / (time.perf_counter() - first),
         "first_batch_seconds": first - began,
     }
+
+
+def installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def cpu_seconds() -> float:
@@ -305,9 +313,9 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     """What a figure needs beside it."""
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    for name in ("torchvision", "timm", "PIL", "simplejpeg", "webdataset"):
-        with_version = importlib.util.find_spec(name) and __import__(name)
-        versions[name] = str(getattr(with_version, "__version__", "absent or unknown"))
+    for name in ("torchvision", "timm", "pillow", "simplejpeg", "webdataset"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {"cores": len(os.sched_getaffinity(0)), "gpu": gpu, "versions": versions}
 
 
