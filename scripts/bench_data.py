@@ -183,12 +183,11 @@ def lockstep(args: argparse.Namespace, root: Path, *overrides: str) -> Batches:
             stream.close()
 
 
-def torchvision(args: argparse.Namespace, _: Path) -> Batches:
-    from torch.utils.data import DataLoader
-    from torchvision.datasets import ImageFolder
+def transform() -> Any:
+    """Of torchvision, for a Pillow image."""
     from torchvision.transforms import v2
 
-    transform = v2.Compose(
+    return v2.Compose(
         [
             v2.RandomResizedCrop(SIZE, antialias=True),
             v2.RandomHorizontalFlip(),
@@ -197,8 +196,14 @@ def torchvision(args: argparse.Namespace, _: Path) -> Batches:
             v2.Normalize(MEAN, STD),
         ]
     )
+
+
+def torchvision(args: argparse.Namespace, _: Path) -> Batches:
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+
     loader = DataLoader(
-        ImageFolder(str(args.root / "train"), transform),
+        ImageFolder(str(args.root / "train"), transform()),
         args.batch,
         shuffle=True,
         num_workers=args.threads,
@@ -236,20 +241,10 @@ def timm(args: argparse.Namespace, _: Path) -> Batches:
 def webdataset(args: argparse.Namespace, packed: Path) -> Batches:
     """The same packed tars, read in order by workers and shuffled in a buffer."""
     import webdataset as wds
-    from torchvision.transforms import v2
 
-    transform = v2.Compose(
-        [
-            v2.RandomResizedCrop(SIZE, antialias=True),
-            v2.RandomHorizontalFlip(),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(MEAN, STD),
-        ]
-    )
     shards = sorted(str(path) for path in (packed / "train").glob("*.tar"))
     files = wds.WebDataset(shards, shardshuffle=False, empty_check=False).shuffle(1000)
-    pictures = files.decode("pil").to_tuple("jpg;jpeg;png").map_tuple(transform)
+    pictures = files.decode("pil").to_tuple("jpg;jpeg;png").map_tuple(transform())
     loader = wds.WebLoader(pictures.batched(args.batch), batch_size=None, num_workers=args.threads)
     while True:
         for (images,) in loader:

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from lockstep.checkpoint.manifest import atomic_write
+from lockstep.durable import atomic_write
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.evaluation import evaluate_weights, read_weights
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lockstep import __version__, dist
 from lockstep.checkpoint.export import export_weights, git_revision
-from lockstep.checkpoint.manifest import atomic_write, check_law
+from lockstep.checkpoint.manifest import check_law
 from lockstep.checkpoint.store import Found, Store, refused
 from lockstep.config.bind import law
 from lockstep.config.plan import Plan
@@ -31,6 +31,7 @@ from lockstep.config.schema import Config, PositiveInt
 from lockstep.data import open_split
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source
+from lockstep.durable import atomic_write
 from lockstep.engine.guard import RollBack
 from lockstep.engine.loop import StopRequest, Training, fit, main_result
 from lockstep.engine.state import Progress, TrainState

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from lockstep.checkpoint.manifest import atomic_write, describe
+from lockstep.checkpoint.manifest import describe
+from lockstep.durable import atomic_write
 from lockstep.errors import UserError
 
 _GIT_TIMEOUT_SECONDS = 10

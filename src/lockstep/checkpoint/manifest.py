@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.durable import atomic_write, sync_folder
 from lockstep.errors import UserError
 
 FORMAT = 2
@@ -56,34 +57,6 @@ class Manifest:
     meta: dict[str, Any]
     """The run's own plain values."""
     files: dict[str, FileEntry]
-
-
-def atomic_write(path: Path, data: bytes) -> None:
-    """Write ``path`` durably: readers see the old content or the new one, never a part.
-
-    Raises:
-        OSError: nothing changed.
-    """
-    partial = path.with_name(f".{path.name}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable (creations, renames, deletions)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def describe(path: Path) -> FileEntry:

@@ -33,10 +33,10 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     remove,
     step_folders,
-    sync_folder,
     verify,
 )
 from lockstep.checkpoint.shards import Tensors
+from lockstep.durable import sync_folder
 from lockstep.errors import UserError
 
 RECORDS = "metrics.jsonl"

@@ -16,7 +16,6 @@ from lockstep import dist
 from lockstep.checkpoint import shards
 from lockstep.checkpoint.manifest import (
     Damaged,
-    atomic_write,
     cut_off,
     remove,
     step_folders,
@@ -25,6 +24,7 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.saver import RECORDS, Saver
 from lockstep.checkpoint.shards import Tensors
 from lockstep.checkpoint.writer import Writer
+from lockstep.durable import atomic_write
 from lockstep.errors import UserError
 
 

@@ -21,7 +21,7 @@ from lockstep.data.augment import View, apply, axes, draw, eval_image
 from lockstep.data.cache import DeviceCache, RamCache
 from lockstep.data.decode import DecodeError, decode
 from lockstep.data.mixing import box_mask, draw_mixing, is_mixed, mix, pair_bounds
-from lockstep.data.resample import resample
+from lockstep.data.resample import resample, to_device
 from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds
 from lockstep.data.source import Source
 from lockstep.errors import UserError
@@ -300,7 +300,4 @@ class Loader:
         )
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Without waiting for the device, which a copy from unpinned memory does."""
-        if self._device.type == "cuda" and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        return to_device(tensor, self._device)

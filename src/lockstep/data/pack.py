@@ -44,6 +44,7 @@ from lockstep.data.packed import (
     shard_name,
 )
 from lockstep.data.source import FolderSource, digest_of, some
+from lockstep.durable import atomic_write, sync_folder
 from lockstep.errors import UserError
 
 UNFINISHED = "unfinished"
@@ -281,7 +282,7 @@ class _Split:
         if path.exists():
             self._refuse_others(json.loads(path.read_bytes()), wanted)
             return
-        _write_durably(path, json.dumps(wanted).encode())
+        atomic_write(path, json.dumps(wanted).encode())
 
     def _refuse_others(self, found: dict[str, Any], wanted: dict[str, Any] | None = None) -> None:
         wanted = self._wanted() if wanted is None else wanted
@@ -366,8 +367,8 @@ class _Split:
             partial.unlink(missing_ok=True)  # a full disk has a use for it
             raise
         partial.rename(self._folder / shard_name(number))
-        _sync_folder(self._folder)
-        _write_durably(self._side_file(number), json.dumps(asdict(written)).encode())
+        sync_folder(self._folder)
+        atomic_write(self._side_file(number), json.dumps(asdict(written)).encode())
         return written
 
     def _fill_shard(self, file: BinaryIO, images: Iterable[tuple[int, _Image]]) -> _Written:
@@ -433,7 +434,7 @@ class _Split:
             files[f"{name}.npy"] = stream.getvalue()
         folder.mkdir(exist_ok=True)
         for name, data in files.items():
-            _write_durably(folder / name, data)
+            atomic_write(folder / name, data)
         index = Index(
             classes=source.classes,
             num_images=len(images),
@@ -444,7 +445,7 @@ class _Split:
             shards=[Shard(shard.size, shard.sha256) for shard in shards],
             files={name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         )
-        _write_durably(folder / INDEX_FILE, index.to_json())
+        atomic_write(folder / INDEX_FILE, index.to_json())
         return index
 
 
@@ -563,22 +564,3 @@ def _sole_writer(unfinished: Path) -> Iterator[None]:
                 f"{unfinished.parent} is being packed by another process: wait for it, or stop it"
             ) from error
         yield
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Readers see all of it or nothing, after a power cut, too."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -148,8 +148,8 @@ def _launch(
 
     resample_kernel[grid](
         out,
-        _to(out.device, torch.from_numpy(rows)),
-        _to(out.device, torch.from_numpy(numbers.astype(np.float32))),
+        to_device(torch.from_numpy(rows), out.device),
+        to_device(torch.from_numpy(numbers.astype(np.float32)), out.device),
         mean,
         std,
         size,
@@ -158,5 +158,8 @@ def _launch(
     )
 
 
-def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device, which a copy from unpinned memory does."""
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

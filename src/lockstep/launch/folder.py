@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.manifest import atomic_write, check_law
+from lockstep.checkpoint.manifest import check_law
 from lockstep.config.bind import law, load_config, save_config
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config
+from lockstep.durable import atomic_write
 from lockstep.errors import UserError
 
 LOCK, DONE, LOGS = "lock", "DONE", "logs"

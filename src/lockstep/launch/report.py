@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.checkpoint.manifest import atomic_write
+from lockstep.durable import atomic_write
 from lockstep.errors import Regroup, Stopped, UserError
 
 _LOST_PEER = re.compile(
