@@ -2,9 +2,11 @@
 
 python scripts/bench_data.py --root /path/to/images --threads 2
 python scripts/bench_data.py --root /path/to/images --threads 16 --device cuda --json bench.json
+python scripts/bench_data.py --root /path/to/images --threads 16 --device cuda --train resnet50 --batch 256
 python scripts/bench_data.py --growth 1000,100000,1000000 --root /path/to/images
 
-RandomResizedCrop(224), flip, normalised, batches on the device. --root holds train/<class>/*. The
+RandomResizedCrop(224), flip, normalised, batches on the device. With --train, each batch is trained
+on (compiled, bf16 autocast, SGD), and "synthetic" is the same batch again and again. --root holds train/<class>/*. The
 packed form (short side 256) is made in a temporary folder. Peers that are not installed are named.
 """
 
@@ -17,8 +19,10 @@ import platform
 import resource
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -34,6 +38,7 @@ from lockstep.config.bind import bind
 from lockstep.config.schema import Config
 from lockstep.data import open_split
 from lockstep.data.loader import Loader
+from lockstep.data.nvjpeg import share_for_gpu
 from lockstep.data.pack import pack
 from lockstep.data.sampler import window_slices
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
@@ -42,7 +47,8 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 SIZE, MEAN, STD = 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHORT_SIDE = 256
 
-Batches = Iterator[torch.Tensor]
+Batches = Generator[torch.Tensor, None, None]
+WARM_UP = 4
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--images", type=int, default=2000, help="of each measurement")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--train", default="", help="a model of timm that trains on what comes")
     parser.add_argument("--only", default="", help="names, comma between them")
     parser.add_argument("--growth", default="", help="numbers of entries: cost of opening instead")
     parser.add_argument("--json", type=Path)
@@ -75,10 +82,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Images per second of every loader, the loaders in turn, ``--repeat`` times."""
-    wanted = [name for name in args.only.split(",") if name] or list(LOADERS)
+    usual = [n for n in LOADERS if args.device.startswith("cuda") or n not in NEEDS_GPU]
+    wanted = [name for name in args.only.split(",") if name] or usual
     if unknown := [name for name in wanted if name not in LOADERS]:
         raise UserError(f"--only {unknown[0]}: must be of {', '.join(LOADERS)}")
     rows: dict[str, dict[str, list[float]]] = {}
+    consume = trainer(args) if args.train else lambda _: None
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         packed = Path(folder)
         if any("packed" in name for name in wanted):
@@ -95,12 +104,14 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
                 needs, start = LOADERS[name]
                 if needs and not installed(needs):
                     continue
-                found = measure(args, partial(start, args, packed))
+                found = measure(args, partial(start, args, packed), consume)
                 for key, value in found.items():
                     rows.setdefault(name, {}).setdefault(key, []).append(value)
-    base = median(rows["torchvision"]["images_per_second"]) if "torchvision" in rows else None
+    base_name = "synthetic" if args.train else "torchvision"
+    base = median(rows[base_name]["images_per_second"]) if base_name in rows else None
     print(
-        f"{'loader':<24} {'images/s':>9} {'least':>7} {'most':>7} {'ratio':>6} {'cores':>6} {'first':>7}"
+        f"{'loader':<24} {'images/s':>9} {'least':>7} {'most':>7} {'ratio':>6} {'cores':>6} {'wait':>6} "
+        f"{'GPU':>5} {'first':>7}"
     )
     for name in wanted:
         if name not in rows:
@@ -110,31 +121,84 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         ratio = f"{median(rates) / base:.2f}" if base else ""
         print(
             f"{name:<24} {median(rates):>9.0f} {min(rates):>7.0f} {max(rates):>7.0f} {ratio:>6} "
-            f"{median(rows[name]['cores']):>6.1f} {median(rows[name]['first_batch_seconds']):>6.1f}s"
+            f"{median(rows[name]['cores']):>6.1f} {median(rows[name]['waited']):>6.1%} "
+            f"{median(rows[name]['gpu']):>5.0%} {median(rows[name]['first_batch_seconds']):>6.1f}s"
         )
     return {"rows": rows, "images": args.images, "batch": args.batch, "threads": args.threads}
 
 
-def measure(args: argparse.Namespace, start: Callable[[], Batches]) -> dict[str, float]:
-    """One pass over ``--images``: the rate behind the first batch, and what it cost."""
+def measure(
+    args: argparse.Namespace, start: Callable[[], Batches], consume: Callable[[torch.Tensor], None]
+) -> dict[str, float]:
+    """One pass over ``--images``: the rate behind the first batches, and what it cost."""
     began = time.perf_counter()
     batches = start()
-    next(batches)
+    consume(next(batches))
     first = time.perf_counter()
-    cpu, count = cpu_seconds(), 0
-    for images in islice(batches, max(1, args.images // args.batch)):
+    # What was prepared while the first was used is none of the rate.
+    for images in islice(batches, WARM_UP):
+        consume(images)
+    synchronize(args)
+    behind, cpu, count, waited = time.perf_counter(), cpu_seconds(), 0, 0.0
+    stop, used = threading.Event(), list[int]()
+    watch = threading.Thread(target=watch_gpu, args=(args, stop, used))
+    watch.start()
+    for _ in range(max(1, args.images // args.batch)):
+        asked = time.perf_counter()
+        images = next(batches)
+        waited += time.perf_counter() - asked
+        consume(images)
         count += len(images)
-    if args.device.startswith("cuda"):
-        torch.cuda.synchronize()
-    wall = time.perf_counter() - first
-    # Processes of a peer count when they have ended.
-    if hasattr(batches, "close"):
-        batches.close()
+    synchronize(args)
+    wall = time.perf_counter() - behind
+    cpu = cpu_seconds() - cpu
+    stop.set()
+    watch.join()
+    batches.close()
     return {
         "images_per_second": count / wall,
-        "cores": (cpu_seconds() - cpu) / (time.perf_counter() - first),
+        "cores": cpu / wall,
+        "waited": waited / wall,
+        "gpu": sum(used) / max(1, len(used)) / 100,
         "first_batch_seconds": first - began,
     }
+
+
+def synchronize(args: argparse.Namespace) -> None:
+    if args.device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def watch_gpu(args: argparse.Namespace, stop: threading.Event, used: list[int]) -> None:
+    """Note the share of the time in which a kernel ran, percent."""
+    while args.device.startswith("cuda") and not stop.wait(0.2):
+        used.append(torch.cuda.utilization())
+
+
+def trainer(args: argparse.Namespace) -> Callable[[torch.Tensor], None]:
+    """A compiled training step; at most two steps are queued, as in a real loop that logs."""
+    from timm import create_model
+
+    model = create_model(args.train).to(args.device)
+    model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    compiled = torch.compile(model)
+    targets = torch.randint(1000, (args.batch,), device=args.device)
+    queued: deque[torch.cuda.Event] = deque()
+
+    def step(images: torch.Tensor) -> None:
+        with torch.autocast(torch.device(args.device).type, torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(compiled(images), targets[: len(images)])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if args.device.startswith("cuda"):
+            queued.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            queued[-1].record()
+            if len(queued) > 2:
+                queued.popleft().synchronize()
+
+    return step
 
 
 def installed(package: str) -> bool:
@@ -145,9 +209,16 @@ def installed(package: str) -> bool:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and its ended children."""
+    """User and system time of this process and its children, alive or ended."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
+    spent = sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
+    ticks = 0
+    for thread in Path("/proc/self/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            with suppress(OSError):
+                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return spent + ticks / os.sysconf("SC_CLK_TCK")
 
 
 # --- the loaders ------------------------------------------------------------------------------
@@ -163,6 +234,7 @@ def lockstep(args: argparse.Namespace, root: Path, *overrides: str) -> Batches:
         f"data.root={root}", "data.cache=off", "data.interpolation=bilinear", *overrides
     )
     source = open_split(cfg.data, "train")
+    device = torch.device(args.device)
     loader = Loader(
         source,
         cfg.data,
@@ -171,16 +243,27 @@ def lockstep(args: argparse.Namespace, root: Path, *overrides: str) -> Batches:
         ),
         image_size=SIZE,
         seed=0,
-        device=torch.device(args.device),
+        device=device,
         threads=args.threads,
     )
+    share = cfg.data.gpu_share
+    if cfg.data.decode == "gpu":
+        share = 1.0
+    elif cfg.data.decode == "hybrid" and share is None:
+        rates = loader.rates(1.0)
+        share = share_for_gpu(*rates)
+        print(f"decoding: {rates[0]:.0f}/s by the CPU, {rates[1]:.0f}/s by the GPU: {share:.0%}")
+    loader.gpu_share = share or 0.0
     for epoch in range(10**6):
         stream = loader.batches(epoch, window_slices(0, len(source), args.batch, 0, 1))
         try:
             for batch in stream:
-                yield batch.images
-        finally:
+                if len(batch.images) == args.batch:
+                    yield batch.images
+        except GeneratorExit:
             stream.close()
+            loader.close()
+            raise
 
 
 def transform() -> Any:
@@ -207,12 +290,14 @@ def torchvision(args: argparse.Namespace, _: Path) -> Batches:
         args.batch,
         shuffle=True,
         num_workers=args.threads,
+        prefetch_factor=4,
         pin_memory=args.device.startswith("cuda"),
         drop_last=True,
     )
     while True:
         for images, _targets in loader:
-            yield images.to(args.device, non_blocking=True)
+            images = images.to(args.device, non_blocking=True)
+            yield images.contiguous(memory_format=torch.channels_last)
 
 
 def timm(args: argparse.Namespace, _: Path) -> Batches:
@@ -235,7 +320,8 @@ def timm(args: argparse.Namespace, _: Path) -> Batches:
     )
     while True:
         for images, _targets in loader:
-            yield images
+            if len(images) == args.batch:
+                yield images.contiguous(memory_format=torch.channels_last)
 
 
 def webdataset(args: argparse.Namespace, packed: Path) -> Batches:
@@ -251,10 +337,27 @@ def webdataset(args: argparse.Namespace, packed: Path) -> Batches:
             yield images.to(args.device, non_blocking=True)
 
 
+def synthetic(args: argparse.Namespace, _: Path) -> Batches:
+    """The same images again and again."""
+    images = torch.randn(args.batch, 3, SIZE, SIZE, device=args.device)
+    images = images.to(memory_format=torch.channels_last)
+    while True:
+        yield images
+
+
+NEEDS_GPU = ("synthetic", "lockstep folder thread", "lockstep folder gpu", "lockstep folder hybrid")
+
 LOADERS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], Batches]]] = {
+    "synthetic": ("", synthetic),
     "torchvision": ("", torchvision),
     "timm": ("", timm),
     "lockstep folder": ("", lambda args, _: lockstep(args, args.root)),
+    "lockstep folder thread": (
+        "",
+        lambda args, _: lockstep(args, args.root, "data.worker_kind=thread"),
+    ),
+    "lockstep folder gpu": ("", lambda args, _: lockstep(args, args.root, "data.decode=gpu")),
+    "lockstep folder hybrid": ("", lambda args, _: lockstep(args, args.root, "data.decode=hybrid")),
     "webdataset packed": ("webdataset", webdataset),
     "lockstep packed": ("", lambda args, packed: lockstep(args, packed, "data.source=packed")),
 }
@@ -281,7 +384,7 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
             began = time.perf_counter()
             stream = lockstep(args, root)
             next(stream)
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
             row = {"entries": len(source), "open_seconds": opened, "memory_bytes": grown}
             row["first_batch_seconds"] = time.perf_counter() - began - opened
         rows.append(row)

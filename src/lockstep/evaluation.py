@@ -22,7 +22,7 @@ from lockstep.checkpoint.manifest import check_law
 from lockstep.checkpoint.store import Store, find_checkpoint
 from lockstep.config.bind import bind, law, load_config
 from lockstep.config.plan import Machine, resolve_device
-from lockstep.config.schema import Config, PositiveInt
+from lockstep.config.schema import Config, Fraction, PositiveInt
 from lockstep.data import is_packed, open_split
 from lockstep.data.loader import Loader
 from lockstep.data.source import Source
@@ -58,6 +58,7 @@ class _Card(BaseModel):
     data: dict[str, str]
     git: dict[str, Any] | None
     versions: dict[str, str]
+    gpu_share: Fraction = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class _Meta(BaseModel):
     # It need not name these, to be trained on.
     classes: list[str] | None = None
     git: dict[str, Any] | None = None
+    gpu_share: Fraction = 0.0
 
 
 def read_weights(where: Path, wanted: Wanted) -> Weights:
@@ -183,6 +185,7 @@ def read_checkpoint(where: Path, wanted: Wanted) -> Weights:
         "data": meta.data,
         "git": meta.git,
         "versions": meta.versions,
+        "gpu_share": meta.gpu_share,
     }
     return Weights(state, config, card, [*found.notes, f"read {found.path}"])
 
@@ -218,6 +221,7 @@ def evaluate_weights(
         seed=config.seed,
         device=place,
         threads=config.data.workers or here.cores,
+        gpu_share=weights.card.get("gpu_share", 0.0) if place.type == "cuda" else 0.0,
     )
     model = build(
         model_config,

@@ -27,9 +27,10 @@ from lockstep.checkpoint.manifest import check_law
 from lockstep.checkpoint.store import Found, Store, refused
 from lockstep.config.bind import law
 from lockstep.config.plan import Plan
-from lockstep.config.schema import Config, PositiveInt
+from lockstep.config.schema import Config, Fraction, PositiveInt
 from lockstep.data import open_split
 from lockstep.data.loader import Loader
+from lockstep.data.nvjpeg import share_for_gpu
 from lockstep.data.source import Source
 from lockstep.durable import atomic_write
 from lockstep.engine.guard import RollBack
@@ -44,6 +45,9 @@ from lockstep.strategy import build_strategy
 from lockstep.strategy.precision import LossScaler, set_matmul_precision
 from lockstep.telemetry import Telemetry, open_telemetry
 from lockstep.telemetry.phases import Phases
+
+_MEASURE_SECONDS = 1.0
+"""For each decoder, where ``data.decode`` leaves the choice to a measurement."""
 
 
 def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[str, Any]:
@@ -100,6 +104,8 @@ def _train(
             raise
         finally:
             training.phases.close()
+            training.train_loader.close()
+            training.val_loader.close()
             training.store.close()
             training.telemetry.close(None)
         # The new one would not fit beside it, and FSDP's hooks make circles.
@@ -131,6 +137,17 @@ def compose(
         make_deterministic()
     train_loader, val_loader = dist.together(lambda: build_loaders(config, plan, device))
     refuse_different_data(config, train_loader, val_loader)
+
+    store = Store(
+        run_dir,
+        keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        asynchronous=plan.device == "cuda"
+        if config.checkpoint.asynchronous == "auto"
+        else config.checkpoint.asynchronous,
+    )
+    found = find_checkpoint(config, store)
+    notes = [*notes, *share_decoding(config, found, train_loader, val_loader)]
 
     strategy = build_strategy(
         plan.strategy,
@@ -183,17 +200,8 @@ def compose(
         "versions": versions(),
         "world_size": dist.world_size(),
         "micro_batch": plan.micro_batch,
+        "gpu_share": train_loader.gpu_share,
     }
-    store = Store(
-        run_dir,
-        keep_last=config.checkpoint.keep_last,
-        keep_best=config.checkpoint.keep_best,
-        asynchronous=plan.device == "cuda"
-        if config.checkpoint.asynchronous == "auto"
-        else config.checkpoint.asynchronous,
-    )
-    notes = list(notes)
-    found = find_checkpoint(config, store)
     if found is not None:
         notes += restore(state, store, found, manifest)
     else:
@@ -281,6 +289,33 @@ def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loa
     return loader(train, True), loader(val, False)
 
 
+def share_decoding(config: Config, found: Found | None, *loaders: Loader) -> list[str]:
+    """Set which share of the JPEGs the GPU decodes; returns what to tell. All ranks enter here.
+
+    Args:
+        found: what will be resumed; the share stays.
+    """
+    cfg = config.data
+    before = found.meta.get("gpu_share") if found is not None else None
+    share, notes = {"cpu": 0.0, "gpu": 1.0}.get(cfg.decode, cfg.gpu_share), []
+    if loaders[0].device.type != "cuda" or cfg.cache == "gpu" or config.augment.policy != "none":
+        if before:
+            notes.append(f"{before:.0%} of the JPEGs were decoded by the GPU before: pixels differ")
+        share = 0.0
+    elif share is None and isinstance(before, float):
+        share = before
+    elif share is None:
+        cpu, gpu = dist.gather_objects(loaders[0].rates(_MEASURE_SECONDS))[0]
+        share = share_for_gpu(cpu, gpu)
+        notes.append(
+            f"decoding: {cpu:,.0f} images/s by the CPU, {gpu:,.0f} by the GPU alone: the GPU takes "
+            f"{share:.0%} of the JPEGs (data.decode={cfg.decode})"
+        )
+    for loader in loaders:
+        loader.gpu_share = share
+    return notes
+
+
 def refuse_different_data(config: Config, *loaders: Loader) -> None:
     """All ranks must see the same images: nodes may have copies of their own. All enter here."""
     seen = dist.gather_objects([loader.source.digest for loader in loaders])
@@ -311,6 +346,7 @@ class _Saved(BaseModel):
     optimizer: dict[str, Any]
     world_size: PositiveInt
     micro_batch: PositiveInt
+    gpu_share: Fraction = 0.0
 
 
 def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, Any]) -> list[str]:
@@ -379,6 +415,7 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
             "classes": t.train_loader.source.classes,
             "metrics": summary,
             "data": t.manifest["data"],
+            "gpu_share": t.manifest["gpu_share"],
             "git": t.manifest["git"],
             "versions": t.manifest["versions"],
         }

@@ -23,6 +23,8 @@ def data_config() -> Callable[..., Data]:
             "root": "unused",
             "source": "folder",
             "decode": "cpu",
+            "gpu_share": None,
+            "worker_kind": "auto",
             "cache": "auto",
             "image_size": 16,
             "num_classes": None,

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.io import ImageReadMode, decode_jpeg
 
 from lockstep.config.schema import Augment, Data
 from lockstep.data import cache as cache_module
+from lockstep.data import fill as fill_module
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import View, eval_image
-from lockstep.data.loader import Batch, Loader
+from lockstep.data.loader import Batch, Loader, device_takes
+from lockstep.data.nvjpeg import Decoded, GpuDecoder
 from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds, window_slices
 from lockstep.data.source import FolderSource
 from lockstep.errors import UserError
@@ -253,19 +257,24 @@ def test_file_that_vanishes_during_the_run(
         list(stream)
 
 
-def test_small_set_is_read_once(make: Callable[..., Loader], monkeypatch: Any) -> None:
-    reads: list[int] = []
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_small_set_is_read_once(
+    make: Callable[..., Loader], monkeypatch: Any, tmp_path: Path, kind: str
+) -> None:
     read = FolderSource.read
 
     def counted(self: FolderSource, index: int) -> bytes:
-        reads.append(index)
+        with (tmp_path / "reads").open("a") as file:
+            file.write(f"{index}\n")
         return read(self, index)
 
     monkeypatch.setattr(FolderSource, "read", counted)
-    loader = make({})
+    loader = make({}, worker_kind=kind)
     for epoch in range(3):
-        list(loader.batches(epoch, [MicroSlice(0, 23, 0)]))
-    assert sorted(reads) == list(range(23))
+        list(loader.batches(epoch, window_slices(0, 23, 5, 0, 1)))
+    loader.close()
+    reads = (tmp_path / "reads").read_text().split()
+    assert sorted(map(int, reads)) == list(range(23))
 
 
 @pytest.mark.parametrize("kind", ["auto", "ram"])
@@ -277,7 +286,7 @@ def test_large_set_is_not_kept(make: Callable[..., Loader], monkeypatch: Any, ki
     for _ in range(2):
         got = [b.images for b in loader.batches(0, [MicroSlice(0, 23, 0)])]
         assert torch.equal(got[0], expected[0])
-    assert not loader._cache._images
+    assert loader._filler._cache.get(0) is None
 
 
 NO_POLICY = ALL | {"policy": "none"}
@@ -328,7 +337,7 @@ def test_a_bug_in_a_thread_reaches_the_consumer(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(loader_module, "eval_image", broken)
+    monkeypatch.setattr(fill_module, "eval_image", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         list(make(None).batches(0, [MicroSlice(0, 23, 0)]))
     assert not decoding_threads()
@@ -357,13 +366,136 @@ def test_waiting_is_measured(make: Callable[..., Loader], monkeypatch: Any) -> N
         gate.wait(10)
         return original(*args, **options)
 
-    monkeypatch.setattr(loader_module, "eval_image", late)
+    monkeypatch.setattr(fill_module, "eval_image", late)
     loader = make(None)
     assert loader.wait_seconds == 0
     timer = threading.Timer(0.1, gate.set)
     timer.start()
     list(loader.batches(0, [MicroSlice(0, 4, 0)]))
     assert loader.wait_seconds > 0.02
+
+
+@pytest.mark.parametrize("augment", [None, ALL], ids=["eval", "mix"])
+def test_processes_give_what_threads_give(
+    make: Callable[..., Loader], augment: dict[str, Any] | None
+) -> None:
+    threads, processes = make(augment), make(augment, worker_kind="process", threads=3, prefetch=2)
+    pieces = window_slices(0, 23, 5, 0, 1)
+    for epoch in (0, 1):
+        ours = processes.batches(epoch, pieces)
+        for got, expected in zip(ours, threads.batches(epoch, pieces), strict=True):
+            assert torch.equal(got.images, expected.images)
+            assert torch.equal(got.targets, expected.targets)
+            assert got.ids.tolist() == expected.ids.tolist()
+        next(processes.batches(epoch, pieces)).images  # noqa: B018 - given up in the middle
+    processes.close()
+
+
+@pytest.mark.parametrize("augment", [None, ALL], ids=["eval", "mix"])
+def test_processes_name_what_is_unreadable(
+    make: Callable[..., Loader], damaged: Path, augment: dict[str, Any] | None
+) -> None:
+    skipping = make(augment, root=damaged, on_error="skip", worker_kind="process")
+    list(skipping.batches(0, window_slices(0, 23, 4, 0, 1)))
+    assert sorted(skipping.skipped) == ["class0/00.png", "class1/01.png"]
+    stopping = make(augment, root=damaged, worker_kind="process")
+    with pytest.raises(UserError, match=r"class[01]/0[01].png cannot be read: "):
+        list(stopping.batches(0, [MicroSlice(0, 23, 0)]))
+    for loader in (skipping, stopping):
+        loader.close()
+
+
+def test_device_takes_the_same_share_always() -> None:
+    indices = np.arange(100_000)
+    taken = device_takes(indices, 0.37)
+    assert abs(taken.mean() - 0.37) < 0.01
+    np.testing.assert_array_equal(device_takes(indices[::-1], 0.37)[::-1], taken)
+    assert not device_takes(indices, 0.0).any() and device_takes(indices, 1.0).all()
+    assert (device_takes(indices, 0.5) >= taken).all()
+
+
+@pytest.fixture
+def jpeg_root(tmp_path: Path, picture: Callable[..., Image.Image]) -> Path:
+    """Files of all kinds: what a GPU decodes, and what it does not."""
+    root = tmp_path / "jpegs"
+    for c in range(2):
+        folder = root / "train" / f"class{c}"
+        folder.mkdir(parents=True)
+        for i in range(8):
+            picture(60 + 9 * i, 90 - 5 * i).save(folder / f"{i}.jpg", quality=95)
+        picture(70, 60).save(folder / "progressive.jpg", progressive=True, quality=95)
+        picture(70, 60).convert("L").save(folder / "grey.jpg", quality=95)
+        picture(70, 60).convert("CMYK").save(folder / "cmyk.jpg", quality=95)
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        picture(70, 60).save(folder / "turned.jpg", exif=exif, quality=95)
+        picture(70, 60).save(folder / "picture.png")
+        picture(9, 8).save(folder / "small.jpg", quality=95)
+    return root
+
+
+class FakeGpu:
+    """Takes what a GPU would, on the CPU."""
+
+    def __init__(self, filler: Any, *_: Any, exif_rotate: bool) -> None:
+        self.decoder = GpuDecoder.__new__(GpuDecoder)
+        self.decoder._filler, self.decoder._exif_rotate = filler, exif_rotate
+        self.decoder._on_device = lambda files: (
+            [decode_jpeg(f, mode=ImageReadMode.RGB) for f in files],
+            None,
+        )
+        self.taken = 0
+
+    def decode(self, indices: np.ndarray, seeds: np.ndarray) -> Future[Decoded]:
+        found: Future[Decoded] = Future()
+        found.set_result(self.decoder._decode(indices, seeds))
+        self.taken += len(found.result().rows)
+        return found
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_share_decoded_elsewhere_comes_to_its_place(
+    make: Callable[..., Loader], jpeg_root: Path, monkeypatch: Any, share: float, kind: str
+) -> None:
+    monkeypatch.setattr(loader_module, "GpuDecoder", FakeGpu)
+    pieces = window_slices(0, 28, 5, 0, 1)
+    for augment in (None, NO_POLICY):
+        usual = make(augment, root=jpeg_root)
+        shared = make(augment, root=jpeg_root, worker_kind=kind)
+        shared.gpu_share = share
+        for epoch in range(2):
+            for got, expected in zip(
+                shared.batches(epoch, pieces), usual.batches(epoch, pieces), strict=True
+            ):
+                steps = (got.images - expected.images).abs() * 255 * 0.1
+                assert steps.mean() < 1 and steps.max() < 20, steps.max()
+                assert torch.equal(got.targets, expected.targets)
+                assert got.ids.tolist() == expected.ids.tolist()
+        takes = device_takes(np.arange(28), share)
+        suited = np.array(["0123456789".find(usual.source.name(i)[-5]) >= 0 for i in range(28)])
+        at_least = 2 * int((takes & suited).sum())
+        assert 0 < at_least <= shared._gpu_decoder.taken  # mixing partners come again
+        assert augment is not None or at_least == shared._gpu_decoder.taken
+        shared.close()
+
+
+def test_a_damaged_file_among_those_for_the_gpu(
+    make: Callable[..., Loader], jpeg_root: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(loader_module, "GpuDecoder", FakeGpu)
+    victim = jpeg_root / "train/class0/3.jpg"
+    data = victim.read_bytes()
+    victim.write_bytes(data[: len(data) // 2] + b"\xff\xd9")
+    loader = make({}, root=jpeg_root, on_error="skip")
+    loader.gpu_share = 1.0
+    counted = [i for b in loader.batches(0, window_slices(0, 28, 5, 0, 1)) for i in b.ids.tolist()]
+    names = {loader.source.name(i) for i in set(range(28)) - set(counted)}
+    assert names <= {"class0/3.jpg"}  # torch's decoder for CPUs shows the rest of it grey
+    assert set(loader.skipped) == names
 
 
 def test_interpreter_exits_with_an_open_iterator(image_root: Path) -> None:
@@ -376,7 +508,7 @@ def test_interpreter_exits_with_an_open_iterator(image_root: Path) -> None:
     from lockstep.data.source import FolderSource
     data = Data.model_construct(
         mean=(0.5,) * 3, std=(0.5,) * 3, crop_ratio=1.0, interpolation="bilinear",
-        on_error="stop", exif_rotate=True, prefetch=4, cache="auto",
+        on_error="stop", exif_rotate=True, prefetch=4, cache="auto", worker_kind="auto",
     )
     loader = Loader(
         FolderSource.open(Path(sys.argv[1]), "train"), data, None,

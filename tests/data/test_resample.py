@@ -13,7 +13,7 @@ from PIL import Image
 
 from lockstep.config.schema import Augment
 from lockstep.data.augment import NO_BOX, Params, View, apply, axes, draw, eval_image
-from lockstep.data.resample import Axis, resample
+from lockstep.data.resample import Axis, Target, normalise, resample
 
 Picture = Callable[..., Image.Image]
 SIZES = [(8, 8), (60, 45), (45, 60), (24, 24), (31, 257), (300, 40), (1, 1)]
@@ -26,16 +26,15 @@ def shown(images: list[np.ndarray], params: list[Params | None], view: View) -> 
         [axis.numbers() for axis in axes((image.shape[1], image.shape[0]), p, view)]
         for image, p in zip(images, params, strict=True)
     ]
-    out = resample(
+    out = torch.full((len(images), 3, view.size, view.size), torch.nan)
+    resample(
         [torch.from_numpy(image) for image in images],
         np.array(windows, dtype=np.float32),
         np.array([p is not None and p.flip for p in params]),
-        size=view.size,
         interpolation=view.interpolation,
-        mean=MEAN,
-        std=STD,
+        target=Target(out, MEAN, STD),
+        places=np.arange(len(images)),
     )
-    assert out.is_contiguous(memory_format=torch.channels_last)
     pixels = out * STD.view(3, 1, 1) + MEAN.view(3, 1, 1)
     return pixels.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
@@ -102,10 +101,12 @@ windows = np.array([
 ], dtype=np.float32)
 flips = np.array([True, False, True])
 for interpolation in ("bilinear", "bicubic"):
-    options = dict(size=size, interpolation=interpolation, mean=mean, std=std)
-    expected = resample.resample(images, windows, flips, **options)
-    ours = torch.full_like(expected, torch.nan)
-    resample._launch(images, windows, flips, ours, interpolation, mean, std)
+    expected = torch.full((3, 3, size, size), torch.nan).to(memory_format=torch.channels_last)
+    ours, places = torch.full_like(expected, torch.nan), np.array([2, 0, 1])
+    resample.resample(images, windows, flips, interpolation=interpolation,
+                      target=resample.Target(expected, mean, std), places=places)
+    resample._launch(images, windows, flips, interpolation,
+                     resample.Target(ours, mean, std), places)
     difference = ((ours - expected).abs() * std.view(3, 1, 1)).round()
     assert difference.max() <= 1 and (difference > 0).float().mean() < 0.01, difference.max()
 print("alike")
@@ -138,17 +139,47 @@ def test_the_kernel(picture: Any, interpolation: str, size: int) -> None:
     numbers = [[a.numbers() for a in axes(i.shape[1::-1], None, view)] for i in images]
     windows, flips = np.array(numbers, dtype=np.float32), np.arange(len(images)) % 2 == 0
     images[1] = np.moveaxis(np.ascontiguousarray(np.moveaxis(images[1], 2, 0)), 0, 2)
-    options = {"size": size, "interpolation": interpolation}
-    expected = resample(
-        [torch.from_numpy(i) for i in images], windows, flips, mean=MEAN, std=STD, **options
+    places = np.roll(np.arange(len(images)), 3)
+    expected = torch.full((len(images), 3, size, size), torch.nan)
+    got = torch.full_like(expected, torch.nan, device="cuda", memory_format=torch.channels_last)
+    options = {"interpolation": interpolation, "places": places}
+    resample(
+        [torch.from_numpy(i) for i in images],
+        windows,
+        flips,
+        target=Target(expected, MEAN, STD),
+        **options,
     )
-    got = resample(
+    resample(
         [torch.from_numpy(i).cuda() for i in images],
         windows,
         flips,
-        mean=MEAN.cuda(),
-        std=STD.cuda(),
+        target=Target(got, MEAN.cuda(), STD.cuda()),
         **options,
     )
     difference = ((got.cpu() - expected).abs() * STD.view(3, 1, 1)).round()
     assert difference.max() <= 1 and (difference > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_normalise(device: str) -> None:
+    pixels = torch.randint(0, 256, (3, 40, 40, 3), dtype=torch.uint8)
+    out = torch.full((5, 3, 40, 40), torch.nan, device=device)
+    out = out.to(memory_format=torch.channels_last)
+    target = Target(out, MEAN.to(device), STD.to(device))
+    normalise(pixels.to(device), target=target, places=np.array([4, 0, 2]))
+    expected = (pixels.permute(0, 3, 1, 2) - MEAN.view(3, 1, 1)) / STD.view(3, 1, 1)
+    torch.testing.assert_close(out[[4, 0, 2]].cpu(), expected)
+    assert out[[1, 3]].isnan().all()

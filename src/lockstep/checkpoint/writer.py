@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from lockstep.checkpoint import shards
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.shards import Tensors
 from lockstep.errors import UserError
+from lockstep.memory import SharedMemory, attach
 from lockstep.parent import die_with_parent
 
 _ALIGN_BYTES = 4096
@@ -64,7 +64,6 @@ class _Setup:
 
     parent: int
     memory: str
-    num_bytes: int
     slots: list[_Slot]
     plan: SavePlan
     saver: Saver
@@ -84,22 +83,17 @@ class Writer:
         self._share = _share(tensors)
         tensors = _only(tensors, self._share)
         slots, num_gpu_bytes, num_bytes = _layout(tensors)
-        self._descriptor = os.memfd_create("lockstep-checkpoint")
-        os.ftruncate(self._descriptor, num_bytes)
-        self._memory = mmap.mmap(self._descriptor, num_bytes)
-        self._host = _tensors_in(self._memory, slots)
+        self._shared = SharedMemory(num_bytes, pinned=num_gpu_bytes > 0)
+        self._host = _tensors_in(self._shared.memory, slots)
         self._gpu: _GpuSide | None = None
         if num_gpu_bytes:
-            _pin(self._memory)
-            memory = torch.frombuffer(self._memory, dtype=torch.uint8, count=num_gpu_bytes)
-            self._gpu = _GpuSide(memory, self._host, slots)
+            self._gpu = _GpuSide(self._shared.tensor()[:num_gpu_bytes], self._host, slots)
         self._answer: _Answer | None = None
         self._busy = False
         self._store, place = _meeting_point()
         setup = _Setup(
             os.getpid(),
-            f"/proc/{os.getpid()}/fd/{self._descriptor}",
-            num_bytes,
+            self._shared.path,
             slots,
             shards.plan_of(tensors),
             saver,
@@ -194,8 +188,7 @@ class Writer:
         self._pipe.close()
         if self._gpu is not None:
             self._gpu.wait()  # before the memory goes
-            _unpin(self._memory)
-        os.close(self._descriptor)
+        self._shared.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_FAREWELL_SECONDS)
 
@@ -306,9 +299,7 @@ def _serve(pipe: Connection) -> None:
     setup: _Setup = pipe.recv()
     die_with_parent(setup.parent)
     os.nice(5)  # decoding and launching come first
-    with Path(setup.memory).open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), setup.num_bytes)
-    tensors = _tensors_in(memory, setup.slots)
+    tensors = _tensors_in(attach(setup.memory), setup.slots)
     if setup.place is not None:
         address, port, rank, world_size = setup.place
         store = TCPStore(address, port, timeout=_PATIENCE)
@@ -413,17 +404,6 @@ def _tensors_in(memory: mmap.mmap, slots: list[_Slot]) -> Tensors:
         )
         tensors.setdefault(slot.group, {})[slot.name] = tensor.view(slot.shape)
     return tensors
-
-
-def _pin(memory: mmap.mmap) -> None:
-    """Let the GPU copy straight into it. Where that is refused, copies are slower but right."""
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
-
-
-def _unpin(memory: mmap.mmap) -> None:
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 NOT_LAW = (
     "run.*", "resume", "plan", "stop_at", "device", "deterministic", "compile", "launch.*", "strategy.*", "nccl.*",
     "telemetry.*", "checkpoint.*", "guard.*", "evaluate.batch", "evaluate.every_*", "data.root",
-    "data.source", "data.cache", "data.workers", "data.prefetch", "batch.micro", "model.activation_checkpointing",
+    "data.source", "data.cache", "data.worker_kind", "data.workers", "data.prefetch", "batch.micro", "model.activation_checkpointing",
 )  # fmt: skip
 """Keys that say where, when or how fast, but not what is computed (patterns)."""
 

@@ -135,7 +135,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     strategy = resolve_strategy(config, world)
     shard = _shard_processes(config, strategy, world, processes, problems)
     _check_strategy(config, device, strategy, world, model, problems, notes)
-    _check_data(config, data, problems)
+    _check_data(config, data, device, problems)
 
     batch = config.batch
     lanes = world * devices_each
@@ -342,7 +342,7 @@ def _check_strategy(
         notes.append("fp16: steps skipped by the loss scaler still count as steps")
 
 
-def _check_data(config: Config, data: DataFacts, problems: list[str]) -> None:
+def _check_data(config: Config, data: DataFacts, device: str, problems: list[str]) -> None:
     if data.num_classes < 2:
         problems.append(f"data.root = {config.data.root} has {data.num_classes} class: at least 2")
     for name, (low, high) in {"scale": config.augment.scale, "ratio": config.augment.ratio}.items():
@@ -352,6 +352,26 @@ def _check_data(config: Config, data: DataFacts, problems: list[str]) -> None:
         problems.append(
             f"data.cache = gpu does not do augment.policy = {config.augment.policy}: use "
             "data.cache=ram or augment.policy=none"
+        )
+    if config.data.decode in ("gpu", "hybrid"):
+        what = f"data.decode = {config.data.decode}"
+        if config.augment.policy != "none":
+            problems.append(
+                f"{what} does not do augment.policy = {config.augment.policy}: use data.decode=cpu "
+                "or augment.policy=none"
+            )
+        if config.data.cache in ("ram", "gpu"):
+            problems.append(
+                f"{what}: data.cache = {config.data.cache} holds decoded images; use one"
+            )
+        if device != "cuda":
+            problems.append(
+                f"{what} needs an NVIDIA GPU, and device is {device}: use data.decode=auto"
+            )
+    if config.data.gpu_share is not None and config.data.decode != "hybrid":
+        problems.append(
+            f"data.gpu_share = {config.data.gpu_share} is for data.decode=hybrid, and it is "
+            f"{config.data.decode}"
         )
     if list(config.schedule.milestones) != sorted(config.schedule.milestones):
         problems.append(f"schedule.milestones = {list(config.schedule.milestones)}: not ascending")

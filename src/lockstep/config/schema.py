@@ -123,7 +123,14 @@ class Data(Section):
     source: Literal["folder", "packed"] = Field(
         description="how images are stored; packed: by scripts/prepare_data.py pack"
     )
-    decode: Literal["cpu"] = Field(description="where images are decoded")
+    decode: Literal["cpu", "gpu", "hybrid", "auto"] = Field(
+        description="where images are decoded; hybrid: data.gpu_share of the JPEGs by the GPU; "
+        "auto: measured at the start. Pixels differ by a few steps of 255"
+    )
+    gpu_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        description="decode=hybrid: share of the JPEGs that the GPU decodes; null: measured at the "
+        "start, and kept by a resume"
+    )
     cache: Literal["auto", "off", "ram", "gpu"] = Field(
         description="keep decoded images: ram: in each process, a split that fits into its share of "
         "half the free memory; gpu: all on each device, where they are cropped, too; auto: in each "
@@ -144,7 +151,11 @@ class Data(Section):
     )
     exif_rotate: bool = Field(description="apply the EXIF orientation")
     workers: PositiveInt | None = Field(
-        description="decoding threads per process; null: cores / processes of this machine"
+        description="decoders per process; null: cores / processes of this machine"
+    )
+    worker_kind: Literal["auto", "thread", "process"] = Field(
+        description="what they are; auto: processes where a GPU trains, or they would hold up the "
+        "loop that launches its kernels"
     )
     prefetch: PositiveInt = Field(description="micro-batches prepared ahead")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 import torch
@@ -22,31 +24,68 @@ _WINDOW = 256
 
 
 class RamCache:
-    """Images of a split that fits as a whole; one that does not is not kept at all."""
+    """Images of a split that fits as a whole; one that does not is not kept at all.
 
-    def __init__(self, kind: str) -> None:
+    Lies in memory that processes forked after it was made see, too.
+    """
+
+    def __init__(self, count: int, kind: str) -> None:
         """
         Args:
+            count: images of the split.
             kind: ``data.cache``; with ``ram``, this process's share of half the free memory.
         """
-        self._images: dict[int, np.ndarray] = {}
-        self._left = AUTO_BYTES if kind == "auto" else -1
+        limit = AUTO_BYTES if kind == "auto" else 0
         if kind == "ram":
-            self._left = _free_bytes(torch.device("cpu")) // 2 // dist.local_world_size()
-        self._lock = Lock()
+            limit = _free_bytes(torch.device("cpu")) // 2 // dist.local_world_size()
+        self._limit = limit
+        if not limit:
+            return
+        # Takes no memory before it is written to.
+        self._pixels = mmap.mmap(-1, limit)
+        self._places = _shared_zeros((count, 3))
+        """Where each image ends, its height and width; 0: not there."""
+        self._used = _shared_zeros((1,))
+        self._lock = get_context("fork").Lock()
 
     def get(self, index: int) -> np.ndarray | None:
-        return self._images.get(index)
+        """[H, W, 3] uint8."""
+        if not self._limit or self._is_full:
+            return None
+        with self._lock:
+            end, height, width = self._places[index].tolist()
+        if not end:
+            return None
+        size = height * width * 3
+        pixels = np.frombuffer(self._pixels, np.uint8, size, end - size).copy()
+        # Whoever finds it full says so first and throws the pixels away then.
+        return None if self._is_full else pixels.reshape(height, width, 3)
 
     def put(self, index: int, image: np.ndarray) -> None:
+        """Keep an image; from the first on that does not fit, none is kept."""
+        if not self._limit:
+            return
         with self._lock:
-            if self._left < 0 or index in self._images:
+            if self._is_full or self._places[index, 0]:
                 return
-            self._left -= image.nbytes
-            if self._left < 0:
-                self._images = {}
-            else:
-                self._images[index] = image
+            start = int(self._used[0])
+            self._used[0] += image.nbytes
+            if self._is_full:
+                self._pixels.madvise(mmap.MADV_REMOVE)
+                return
+            end = start + image.nbytes
+            self._pixels[start:end] = np.ascontiguousarray(image).tobytes()
+            self._places[index] = (end, *image.shape[:2])
+
+    @property
+    def _is_full(self) -> bool:
+        return bool(self._used[0] > self._limit)
+
+
+def _shared_zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """int64."""
+    memory = mmap.mmap(-1, max(8 * math.prod(shape), 1))
+    return np.frombuffer(memory, np.int64, math.prod(shape)).reshape(shape)
 
 
 class DeviceCache:

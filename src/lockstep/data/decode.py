@@ -20,6 +20,7 @@ from __future__ import annotations
 import io
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
@@ -35,11 +36,16 @@ _WANTED = ("JPEG", "MPO", "PNG", "BMP", "DIB", "GIF", "WEBP", "AVIF", "TIFF", "P
 FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 """Pillow's names of what is opened at all."""
 ORIENTATION_TAG = 0x0112
-_APP1 = 0xE1
+_APP1, _APP14 = 0xE1, 0xEE
+_END_OF_IMAGE = b"\xff\xd9"
 _START_OF_SCAN = 0xDA
 _START_OF_FRAME = (0xC0, 0xC1, 0xC2)
 """Baseline, extended and progressive; the others are for Pillow."""
 _NO_LENGTH = (0x00, 0x01, *range(0xD0, 0xDA))
+_YCBCR = b"\x01\x02\x03"
+_GPU_SAMPLING = (b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11")
+"""4:4:4, 4:2:2, 4:2:0."""
+_GPU_LEAST_SIDE = 32
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -89,30 +95,88 @@ def decode(data: bytes, *, exif_rotate: bool) -> np.ndarray:
     return np.array(rgb if turn is None else rgb.transpose(turn))  # writable, as torch wants it
 
 
-def _is_simple_jpeg(data: bytes, *, exif_rotate: bool) -> bool:
-    """Whether simplejpeg shows what Pillow would: size, components, and nothing to turn."""
+@dataclass(frozen=True, slots=True)
+class _Jpeg:
+    """What stands before the pixels of a JPEG of one frame of 8-bit components."""
+
+    height: int
+    width: int
+    baseline: bool
+    components: bytes
+    """Three bytes each: number, sampling factors, table."""
+    described: bool
+    """Whether there is EXIF or XMP, either of which may hold an orientation."""
+    adobe: int | None
+    """The colour transform that Adobe's marker names."""
+
+
+def _read_jpeg(data: bytes) -> _Jpeg | None:
+    """None for what only Pillow shall judge: no JPEG, or an unusual one."""
     position, described = 2, False
-    frames: list[bool] = []
+    adobe: int | None = None
+    frames: list[tuple[int, int]] = []
+    """Marker and position of each."""
     if data[:2] != b"\xff\xd8":
-        return False
+        return None
     while position + 10 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
         if marker == 0xFF:  # padding
             position += 1
             continue
         if marker == _START_OF_SCAN:
-            return frames == [True] and not (described and exif_rotate and _is_turned(data))
+            break
         if marker in _NO_LENGTH:  # out of place here, and libjpeg goes on behind it
-            return False
-        if marker == _APP1:  # EXIF or XMP, either may hold an orientation
+            return None
+        if marker == _APP1:
             described = True
+        if marker == _APP14 and data[position + 4 : position + 9] == b"Adobe":
+            adobe = data[position + 15] if position + 15 < len(data) else None
         if marker in _START_OF_FRAME:
-            height = int.from_bytes(data[position + 5 : position + 7], "big")
-            width = int.from_bytes(data[position + 7 : position + 9], "big")
-            fits = 0 < height * width <= 2 * (Image.MAX_IMAGE_PIXELS or 0)
-            frames.append(fits and data[position + 4] == 8 and data[position + 9] in (1, 3))
+            frames.append((marker, position))
         position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return False
+    else:
+        return None
+    if len(frames) != 1:
+        return None
+    marker, at = frames[0]
+    count = data[at + 9]
+    if data[at + 4] != 8 or count not in (1, 3):
+        return None
+    return _Jpeg(
+        height=int.from_bytes(data[at + 5 : at + 7], "big"),
+        width=int.from_bytes(data[at + 7 : at + 9], "big"),
+        baseline=marker == _START_OF_FRAME[0],
+        components=data[at + 10 : at + 10 + 3 * count],
+        described=described,
+        adobe=adobe,
+    )
+
+
+def _is_simple_jpeg(data: bytes, *, exif_rotate: bool) -> bool:
+    """Whether simplejpeg shows what Pillow would: size, components, and nothing to turn."""
+    jpeg = _read_jpeg(data)
+    return (
+        jpeg is not None
+        and 0 < jpeg.height * jpeg.width <= 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        and not (jpeg.described and exif_rotate and _is_turned(data))
+    )
+
+
+def suits_gpu(data: bytes, *, exif_rotate: bool) -> bool:
+    """Whether a GPU's decoder shows the same: a whole baseline JPEG of ordinary colours."""
+    jpeg = _read_jpeg(data)
+    return (
+        jpeg is not None
+        and jpeg.baseline
+        and min(jpeg.height, jpeg.width) >= _GPU_LEAST_SIDE
+        and jpeg.height * jpeg.width <= (Image.MAX_IMAGE_PIXELS or 0)
+        and jpeg.components[::3] == _YCBCR
+        and jpeg.components[1::3] in _GPU_SAMPLING
+        and jpeg.adobe != 0
+        # A truncated one is grey at its end, and that must not go on silently.
+        and data.endswith(_END_OF_IMAGE)
+        and not (jpeg.described and exif_rotate and _is_turned(data))
+    )
 
 
 def _is_turned(data: bytes) -> bool:

@@ -31,9 +31,10 @@ def resample_kernel(
     """One row of one result: a program a sample, row and ``BLOCK`` columns.
 
     Args:
-        out: [n, S, S, 3] float32.
+        out: [m, S, S, 3] float32.
         rows: [n, 4] int64: address of the pixels, strides down, across and of channels.
-        numbers: [n, 13] float32: ``Axis.numbers`` across, the same down, 1.0 where mirrored.
+        numbers: [n, 14] float32: ``Axis.numbers`` across, the same down, 1.0 where mirrored, and
+            which of ``out`` it becomes.
         mean, std: [3] float32.
     """
     sample, y = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -41,7 +42,7 @@ def resample_kernel(
     source = tl.load(rows + 4 * sample).to(tl.pointer_type(tl.uint8))
     down, across = tl.load(rows + 4 * sample + 1), tl.load(rows + 4 * sample + 2)
     channel_stride = tl.load(rows + 4 * sample + 3)
-    row = numbers + 13 * sample
+    row = numbers + 14 * sample
     radius = 2.0 if BICUBIC else 1.0
 
     step_y = tl.load(row + 7)
@@ -92,9 +93,28 @@ def resample_kernel(
         blue += weight_y * _whole(row_blue, row_total)
         total += weight_y
     flipped = tl.load(row + 12) != 0
-    to = out + ((sample * size + y) * size + tl.where(flipped, size - 1 - x, x)) * 3
+    place = tl.load(row + 13).to(tl.int64)
+    to = out + ((place * size + y) * size + tl.where(flipped, size - 1 - x, x)) * 3
     for channel in tl.static_range(3):
         value = red if channel == 0 else (green if channel == 1 else blue)
         value = _whole(value, total)
         value = (value - tl.load(mean + channel)) / tl.load(std + channel)
         tl.store(to + channel, value, mask=x < size)
+
+
+@triton.jit
+def normalise_kernel(out, pixels, places, mean, std, count, BLOCK: tl.constexpr):
+    """Squares of whole numbers, normalised: a program a square and ``BLOCK`` values.
+
+    Args:
+        out: [m, S, S, 3] float32.
+        pixels: [n, S, S, 3] uint8.
+        places: [n] int64: which of ``out`` each becomes.
+        mean, std: [3] float32.
+        count: values of a square.
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(pixels + sample * count + at, mask=at < count, other=0).to(tl.float32)
+    value = (value - tl.load(mean + at % 3)) / tl.load(std + at % 3)
+    tl.store(out + tl.load(places + sample) * count + at, value, mask=at < count)

@@ -1,33 +1,43 @@
 """From positions of an epoch to batches on the device. Level 2.
 
-Threads of this process decode (decoders leave Python's lock while they work), a bounded number of
-micro-batches ahead, straight into the buffer that is copied to the device. What a sample looks like
-depends on (seed, epoch, sample) alone.
+Workers decode a bounded number of micro-batches ahead, straight into the memory that is copied to
+the device, which may decode a share itself. On a GPU, all that happens to a batch there is queued
+by a thread of its own, on a stream of its own, one batch ahead. What a sample looks like depends on
+(seed, epoch, sample) alone.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import Empty, Full, Queue
+from typing import Any
 
 import numpy as np
 import torch
 
 from lockstep.config.schema import Augment, Data
-from lockstep.data.augment import View, apply, axes, draw, eval_image
-from lockstep.data.cache import DeviceCache, RamCache
-from lockstep.data.decode import DecodeError, decode
+from lockstep.data.augment import View, axes
+from lockstep.data.cache import DeviceCache
+from lockstep.data.decode import DecodeError
+from lockstep.data.fill import Filler
 from lockstep.data.mixing import box_mask, draw_mixing, is_mixed, mix, pair_bounds
-from lockstep.data.resample import resample, to_device
+from lockstep.data.nvjpeg import Decoded, GpuDecoder
+from lockstep.data.resample import Target, normalise, resample, to_device
 from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds
 from lockstep.data.source import Source
-from lockstep.errors import UserError
+from lockstep.data.workers import Buffer, Filled, make_workers
 
 _TASK_SAMPLES = 16
-"""Samples that a thread takes at once: few enough that closing does not wait long."""
+"""Samples that a worker takes at once: few enough that closing does not wait long."""
+_PATIENCE_SECONDS = 0.1
+"""How often a thread that waits looks whether it shall end."""
+_SHARES = 1000
+"""Parts in which a share of the samples is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +59,21 @@ class Batch:
     slice: MicroSlice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
-    """A batch that threads are filling; m >= n rows, with mixing partners around the slice's."""
+    """A batch that is being filled; m >= n rows, with mixing partners around the slice's."""
 
     slice: MicroSlice
     positions: np.ndarray
     indices: np.ndarray
     seeds: np.ndarray
-    pixels: torch.Tensor
-    """[m, S, S, 3] uint8, pinned for CUDA; m = 0 where the device has the images."""
-    windows: np.ndarray
-    """[m, 2, 6] float32, for images that the device has: see ``resample``."""
-    flips: np.ndarray
-    """[m] bool, for the same."""
-    erase: np.ndarray
-    reasons: dict[int, str]
-    """Why a row could not be read."""
-    tasks: list[Future[None]]
+    places: np.ndarray
+    """[m] int64: the batch's row that each row of the buffer becomes; the workers' come first."""
+    buffer: Buffer
+    tasks: list[tuple[int, Future[Filled]]]
+    """The buffer's row from which a worker fills some."""
+    on_device: Future[Decoded] | None
+    """The rows that the device decodes: the last of ``places``."""
 
 
 class Loader:
@@ -82,13 +89,15 @@ class Loader:
         seed: int,
         device: torch.device,
         threads: int,
+        gpu_share: float = 0.0,
     ) -> None:
         """
         Args:
             augment: None for evaluation: in the source's own order, the evaluation crop.
             image_size: side S of the images, pixels.
             seed: of the run.
-            threads: that decode.
+            threads: or processes that decode.
+            gpu_share: of the JPEGs that the device decodes; the same ones in every epoch.
 
         Raises:
             UserError: ``data.cache=gpu``, and the images do not fit or one cannot be read.
@@ -98,21 +107,32 @@ class Loader:
         """Unreadable samples of this process's slices (``data.on_error=skip``): name, reason."""
         self.wait_seconds = 0.0
         """Time that the consumer of :meth:`batches` waited for images, all in all."""
+        self.gpu_share = gpu_share
         self._data = data
         self._augment = augment
         self._mixed = augment is not None and is_mixed(augment)
         self._view = View(image_size, data.crop_ratio, data.interpolation)
         self._seed = seed
-        self._device = device
-        self._threads = threads
+        self.device = device
         self._layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-        self._mean = 255 * torch.tensor(data.mean, device=device).view(1, 3, 1, 1)
-        self._std = 255 * torch.tensor(data.std, device=device).view(1, 3, 1, 1)
-        self._cache = RamCache(data.cache)
+        self._mean = 255 * torch.tensor(data.mean, device=device)
+        self._std = 255 * torch.tensor(data.std, device=device)
+        self._filler = Filler(source, data, augment, self._view)
+        self._workers = make_workers(data.worker_kind, self._filler, threads, device)
+        self._num_workers = threads
+        self._gpu_decoder: GpuDecoder | None = None
         # Now, when the most memory is free and nobody waits for a step.
-        self._on_device: DeviceCache | None = None
+        self._cache: DeviceCache | None = None
         if data.cache == "gpu":
-            self._on_device = DeviceCache(len(source), self._image, device=device, threads=threads)
+            self._cache = DeviceCache(
+                len(source), self._filler.image, device=device, threads=threads
+            )
+
+    def close(self) -> None:
+        """End the workers; no batches can be had any more."""
+        self._workers.close()
+        if self._gpu_decoder is not None:
+            self._gpu_decoder.close()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -127,33 +147,81 @@ class Loader:
         """Samples of this process's slices that could not be read so far."""
         return len(self.skipped)
 
+    def rates(self, seconds: float) -> tuple[float, float]:
+        """Measure how fast images are decoded: by the workers alone, and by the device alone.
+
+        Args:
+            seconds: for each, about.
+
+        Returns:
+            images per second, at most those of one pass; 0 where the device can decode nothing.
+        """
+        order = epoch_order(self._seed, 0, len(self))
+        seeds = sample_seeds(self._seed, 0, order)
+        parts = [slice(i, i + _TASK_SAMPLES) for i in range(0, len(order), _TASK_SAMPLES)]
+        shape = (_TASK_SAMPLES, self._view.size, self._view.size, 3)
+
+        def by_workers(part: slice) -> Future[Any]:
+            rows = range(len(order[part]))
+            return self._workers.fill(self._workers.buffer(shape), rows, order[part], seeds[part])
+
+        def by_device(part: slice) -> Future[Any]:
+            return self._on_gpu().decode(order[part], seeds[part])
+
+        try:
+            cpu, _ = _rate(by_workers, parts, 4 * self._num_workers, seconds)
+        finally:
+            self._workers.drain()
+        gpu, decoded = _rate(by_device, parts, 4, seconds)
+        suited = sum(len(d.rows) for d in decoded) / max(1, _TASK_SAMPLES * len(decoded))
+        return cpu, gpu * suited
+
     def batches(self, epoch: int, slices: Iterable[MicroSlice]) -> Generator[Batch, None, None]:
         """One batch per slice, in order; an empty slice gives one real sample of weight 0.
 
-        Closing the generator, or an exception in it, ends its threads. At most ``data.prefetch``
-        batches lie ready beside the one that is used.
+        One iteration at a time. Closing the generator, or an exception in it, leaves no work behind.
+        At most ``data.prefetch`` batches lie ready beside the one that is used; on a GPU, two more.
 
         Raises:
             UserError: an image cannot be read and ``data.on_error`` is ``stop``.
         """
+        if self.device.type != "cuda":
+            yield from self._prepared(epoch, slices)
+            return
+        waited = self.wait_seconds
+        stream = _one_ahead(self._prepared(epoch, slices), self.device)
+        try:
+            while True:
+                began = time.perf_counter()
+                batch = next(stream, None)
+                waited += time.perf_counter() - began
+                self.wait_seconds = waited  # what the thread waits is not the consumer's
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            stream.close()
+
+    def _prepared(self, epoch: int, slices: Iterable[MicroSlice]) -> Generator[Batch, None, None]:
         order = np.arange(len(self), dtype=np.int64)
         if self._augment is not None:
             order = epoch_order(self._seed, epoch, len(self))
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="decode")
         pending: deque[_Pending] = deque()
         try:
             for piece in slices:
-                pending.append(self._submit(pool, epoch, order, piece))
+                pending.append(self._submit(epoch, order, piece))
                 if len(pending) > self._data.prefetch:
                     yield self._finish(epoch, pending.popleft())
             while pending:
                 yield self._finish(epoch, pending.popleft())
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            self._workers.drain()
+            for batch in pending:
+                if batch.on_device is not None and not batch.on_device.cancel():
+                    batch.on_device.exception()
+                self._workers.give_back(batch.buffer)
 
-    def _submit(
-        self, pool: ThreadPoolExecutor, epoch: int, order: np.ndarray, piece: MicroSlice
-    ) -> _Pending:
+    def _submit(self, epoch: int, order: np.ndarray, piece: MicroSlice) -> _Pending:
         assert 0 <= piece.start <= piece.stop <= len(order), piece
         if piece.start == piece.stop:
             first = piece.start % len(order)
@@ -163,91 +231,81 @@ class Loader:
         else:
             positions = np.arange(piece.start, piece.stop)
         indices, size = order[positions], self._view.size
-        shape = (0 if self._on_device else len(positions), size, size, 3)
+        seeds = sample_seeds(self._seed, epoch, indices)
+        takes = np.zeros(len(indices), dtype=bool)
+        if self._cache is None and self.gpu_share:
+            takes = device_takes(indices, self.gpu_share)
+        places = np.argsort(takes, kind="stable")
+        split = len(indices) - int(takes.sum())
+        shape = (0 if self._cache else len(positions), size, size, 3)
         batch = _Pending(
-            slice=piece,
-            positions=positions,
-            indices=indices,
-            seeds=sample_seeds(self._seed, epoch, indices),
-            pixels=torch.empty(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda"),
-            windows=np.zeros((len(positions), 2, 6), dtype=np.float32),
-            flips=np.zeros(len(positions), dtype=bool),
-            erase=np.zeros((len(positions), 4), dtype=np.int64),
-            reasons={},
-            tasks=[],
+            piece, positions, indices, seeds, places, self._workers.buffer(shape), [], None
         )
-        for first in range(0, len(positions), _TASK_SAMPLES):
-            rows = range(first, min(first + _TASK_SAMPLES, len(positions)))
-            batch.tasks.append(pool.submit(self._fill, batch, rows))
+        if split < len(indices):
+            rows = places[split:]
+            batch.on_device = self._on_gpu().decode(indices[rows], seeds[rows])
+        if self._cache is None:
+            for first in range(0, split, _TASK_SAMPLES):
+                self._fill(batch, range(first, min(first + _TASK_SAMPLES, split)))
         return batch
 
+    def _on_gpu(self) -> GpuDecoder:
+        if self._gpu_decoder is None:
+            self._gpu_decoder = GpuDecoder(
+                self._filler, self.device, exif_rotate=self._data.exif_rotate
+            )
+        return self._gpu_decoder
+
     def _fill(self, batch: _Pending, rows: range) -> None:
-        """A thread's task: decode and augment some rows."""
-        for row in rows:
-            index = int(batch.indices[row])
-            try:
-                self._fill_row(batch, row, index)
-            except DecodeError as error:
-                if self.stops_on_error:
-                    raise UserError(
-                        f"{self.source.path(index)} cannot be read: {error}: repair or remove it, "
-                        "or set data.on_error=skip to go on without such images"
-                    ) from error
-                batch.reasons[row] = str(error)
-                if self._on_device is None:
-                    batch.pixels[row] = 0
-
-    def _fill_row(self, batch: _Pending, row: int, index: int) -> None:
-        if self._on_device is None:
-            image = self._image(index)
-            height, width, _ = image.shape
-        else:
-            if index in self._on_device.reasons:
-                raise DecodeError(self._on_device.reasons[index])
-            height, width, _ = self._on_device[index].shape
-        params = None
-        if self._augment is not None:
-            seed = int(batch.seeds[row])
-            params = draw(self._augment, seed, width=width, height=height, size=self._view.size)
-            batch.erase[row] = params.erase
-        if self._on_device is not None:
-            batch.windows[row] = [a.numbers() for a in axes((width, height), params, self._view)]
-            batch.flips[row] = params is not None and params.flip
-        elif params is None:
-            batch.pixels.numpy()[row] = eval_image(image, self._view)
-        else:
-            batch.pixels.numpy()[row] = apply(image, params, self._view)
-
-    def _image(self, index: int) -> np.ndarray:
-        image = self._cache.get(index)
-        if image is None:
-            try:
-                data = self.source.read(index)
-            except OSError as error:
-                raise DecodeError(error.strerror or str(error)) from error
-            image = decode(data, exif_rotate=self._data.exif_rotate)
-            self._cache.put(index, image)
-        return image
+        """Let a worker fill some rows of the buffer."""
+        of = batch.places[rows.start : rows.stop]
+        task = self._workers.fill(batch.buffer, rows, batch.indices[of], batch.seeds[of])
+        batch.tasks.append((rows.start, task))
 
     def _finish(self, epoch: int, batch: _Pending) -> Batch:
         """Wait for a batch's tasks and take it to the device."""
         began = time.perf_counter()
-        for task in batch.tasks:
-            task.result()
+        decoded = batch.on_device.result() if batch.on_device is not None else None
+        split = len(batch.places) - (
+            0 if decoded is None else len(decoded.rows) + len(decoded.left)
+        )
+        for row in decoded.left if decoded is not None else ():
+            self._fill(batch, range(split + row, split + row + 1))
+        erase = np.zeros((len(batch.places), 4), dtype=np.int64)
+        reasons: dict[int, str] = {}
+        for first, task in batch.tasks:
+            filled = task.result()
+            erase[batch.places[first : first + len(filled.erase)]] = filled.erase
+            reasons |= {int(batch.places[first + r]): why for r, why in filled.reasons.items()}
         self.wait_seconds += time.perf_counter() - began
 
-        images = self._normalised(batch)
-        if batch.erase.any():
-            boxes = self._to_device(torch.from_numpy(batch.erase))
-            images.masked_fill_(box_mask(boxes, self._view.size), 0.0)
+        size = self._view.size
+        images = torch.empty(
+            (len(batch.places), 3, size, size), device=self.device, memory_format=self._layout
+        )
+        target = Target(images, self._mean, self._std)
+        if self._cache is not None:
+            self._show_cached(batch, self._cache, target, erase, reasons)
+        else:
+            # The workers' rows, and where they had to help the device, the whole.
+            rows = len(batch.places) if decoded is not None and decoded.left else split
+            pixels = self._to_device(batch.buffer.pixels[:rows])
+            normalise(pixels, target=target, places=batch.places[:rows])
+        if self.device.type == "cuda":
+            batch.buffer.copied = torch.cuda.Event()
+            batch.buffer.copied.record()
+        self._workers.give_back(batch.buffer)
+        if decoded is not None:
+            self._show_decoded(decoded, batch.places[split:], target, erase)
+        if erase.any():
+            boxes = self._to_device(torch.from_numpy(erase))
+            images.masked_fill_(box_mask(boxes, size), 0.0)
         targets = self._to_device(torch.from_numpy(self.source.targets[batch.indices]))
         usable = np.ones(len(batch.indices), dtype=bool)
-        usable[list(batch.reasons)] = False
+        usable[list(reasons)] = False
         if self._mixed:
             assert self._augment is not None
-            how = draw_mixing(
-                self._augment, self._seed, epoch, batch.positions, usable, self._view.size
-            )
+            how = draw_mixing(self._augment, self._seed, epoch, batch.positions, usable, size)
             images, targets = mix(
                 images,
                 targets,
@@ -257,27 +315,64 @@ class Loader:
                 box=self._to_device(torch.from_numpy(how.box)),
                 share=self._to_device(torch.from_numpy(how.share)),
             )
-        return self._own_part(batch, images, targets, usable)
+        return self._own_part(batch, images, targets, usable, reasons)
 
-    def _normalised(self, batch: _Pending) -> torch.Tensor:
-        """[m, 3, S, S] float32."""
-        if self._on_device is not None:
-            images = resample(
-                [self._on_device[int(index)] for index in batch.indices],
-                batch.windows,
-                batch.flips,
-                size=self._view.size,
-                interpolation=self._view.interpolation,
-                mean=self._mean.flatten(),
-                std=self._std.flatten(),
-            )
-            return images.contiguous(memory_format=self._layout)
-        images = self._to_device(batch.pixels).permute(0, 3, 1, 2)
-        images = images.to(torch.float32, memory_format=self._layout)
-        return images.sub_(self._mean).div_(self._std)
+    def _show_cached(
+        self,
+        batch: _Pending,
+        cache: DeviceCache,
+        target: Target,
+        erase: np.ndarray,
+        reasons: dict[int, str],
+    ) -> None:
+        """Crop what the device holds decoded; fills ``erase`` and ``reasons`` as a worker does."""
+        windows = np.zeros((len(batch.indices), 2, 6), dtype=np.float32)
+        flips = np.zeros(len(batch.indices), dtype=bool)
+        for row, (index, seed) in enumerate(
+            zip(batch.indices.tolist(), batch.seeds.tolist(), strict=True)
+        ):
+            if index in cache.reasons:
+                reasons[row] = self._filler.refused(index, DecodeError(cache.reasons[index]))
+                continue
+            height, width, _ = cache[index].shape
+            params = self._filler.draw(seed, width=width, height=height)
+            windows[row] = [a.numbers() for a in axes((width, height), params, self._view)]
+            if params is not None:
+                flips[row], erase[row] = params.flip, params.erase
+        resample(
+            [cache[index] for index in batch.indices.tolist()],
+            windows,
+            flips,
+            interpolation=self._view.interpolation,
+            target=target,
+            places=np.arange(len(batch.indices)),
+        )
+
+    def _show_decoded(
+        self, decoded: Decoded, places: np.ndarray, target: Target, erase: np.ndarray
+    ) -> None:
+        """Crop what the device has decoded."""
+        if decoded.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(decoded.ready)
+        resample(
+            decoded.images,
+            decoded.windows,
+            decoded.flips,
+            interpolation=self._view.interpolation,
+            target=target,
+            places=places[decoded.rows],
+        )
+        for image in decoded.images if self.device.type == "cuda" else ():
+            image.record_stream(torch.cuda.current_stream(self.device))
+        erase[places[decoded.rows]] = decoded.erase
 
     def _own_part(
-        self, batch: _Pending, images: torch.Tensor, targets: torch.Tensor, usable: np.ndarray
+        self,
+        batch: _Pending,
+        images: torch.Tensor,
+        targets: torch.Tensor,
+        usable: np.ndarray,
+        reasons: dict[int, str],
     ) -> Batch:
         """Without the partners beyond the slice's ends; a dummy's sample counts nothing."""
         first = int(batch.positions[0])
@@ -285,7 +380,7 @@ class Loader:
         own = slice(0, 1) if dummy else slice(batch.slice.start - first, batch.slice.stop - first)
         counts = np.zeros(1, dtype=bool) if dummy else usable[own]
         if not dummy:
-            for row, reason in batch.reasons.items():
+            for row, reason in reasons.items():
                 if own.start <= row < own.stop:
                     self.skipped[self.source.name(int(batch.indices[row]))] = reason
         seeds = batch.seeds[own]
@@ -300,4 +395,91 @@ class Loader:
         )
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return to_device(tensor, self._device)
+        return to_device(tensor, self.device)
+
+
+def device_takes(indices: np.ndarray, share: float) -> np.ndarray:
+    """Which samples the device decodes: the same ones always, whoever asks.
+
+    Two decoders differ by a few steps of 255, so it must not depend on who is faster just now.
+    """
+    return sample_seeds(0, 0, indices) % _SHARES < round(share * _SHARES)
+
+
+def _rate(
+    begin: Callable[[slice], Future[Any]], parts: list[slice], depth: int, seconds: float
+) -> tuple[float, list[Any]]:
+    """Images per second of tasks, ``depth`` of them at once, behind the first; and their results."""
+    open_tasks: deque[Future[Any]] = deque()
+    results = []
+    began = stop = time.perf_counter()
+    for part in parts:
+        open_tasks.append(begin(part))
+        if len(open_tasks) < depth:
+            continue
+        results.append(open_tasks.popleft().result())
+        stop = time.perf_counter()
+        if len(results) == 1:
+            began = stop
+        if stop - began > seconds:
+            break
+    for task in open_tasks:
+        results.append(task.result())
+        stop = time.perf_counter()
+    return _TASK_SAMPLES * (len(results) - 1) / max(stop - began, 1e-9), results
+
+
+def _one_ahead(
+    batches: Generator[Batch, None, None], device: torch.device
+) -> Generator[Batch, None, None]:
+    """The same batches, prepared by a thread on a stream of its own while one is used."""
+    ready: Queue[tuple[Batch, torch.cuda.Event] | BaseException | None] = Queue(maxsize=1)
+    ended = threading.Event()
+    stream = torch.cuda.Stream(device, priority=-1)
+
+    def put(item: tuple[Batch, torch.cuda.Event] | BaseException | None) -> None:
+        while not ended.is_set():
+            try:
+                ready.put(item, timeout=_PATIENCE_SECONDS)
+            except Full:
+                continue
+            return
+
+    def prepare() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                for batch in batches:
+                    there = torch.cuda.Event()
+                    there.record(stream)
+                    put((batch, there))
+                    if ended.is_set():
+                        return
+            put(None)
+        except BaseException as error:  # noqa: BLE001 - the consumer raises it
+            put(error)
+        finally:
+            batches.close()
+
+    thread = threading.Thread(target=prepare, name="prepare", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                item = ready.get(timeout=1.0)
+            except Empty:
+                assert thread.is_alive() or not ready.empty(), "the preparing thread is gone"
+                continue
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            batch, there = item
+            current = torch.cuda.current_stream(device)
+            current.wait_event(there)
+            for tensor in (batch.images, batch.targets, batch.weights, batch.seeds):
+                tensor.record_stream(current)
+            yield batch
+            del item, batch  # or the memory of two would be held
+    finally:
+        ended.set()
+        thread.join()

@@ -1,4 +1,4 @@
-"""Windows of many images at once, resized, turned, normalised: one kernel a batch. Level 2.
+"""Many images at once, resized, mirrored, normalised: one kernel a batch. Level 2.
 
 Antialiased as Pillow's and torch's resizing of bytes is: an output pixel is the mean of the source
 pixels within reach, weighted by a filter that is as wide as the image shrinks, first across, then
@@ -15,6 +15,7 @@ import torch
 
 RADIUS = {"bilinear": 1.0, "bicubic": 2.0}
 """Reach of the filter, in pixels of whichever of source and result is coarser."""
+_BLOCK = 4096
 _BICUBIC_A = -0.5
 """Pillow's, and torch's where it antialiases."""
 
@@ -46,39 +47,72 @@ class Axis:
         return self.origin, self.step, self.low, self.high, self.first, self.last
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Normalised squares that are to be filled."""
+
+    out: torch.Tensor
+    """[m, 3, S, S] float32, channels last on CUDA."""
+    mean: torch.Tensor
+    """[3] float32, of pixels in 0..255, on the device."""
+    std: torch.Tensor
+    """[3], alike."""
+
+
 def resample(
     images: list[torch.Tensor],
     windows: np.ndarray,
     flips: np.ndarray,
     *,
-    size: int,
     interpolation: str,
-    mean: torch.Tensor,
-    std: torch.Tensor,
-) -> torch.Tensor:
-    """Resize a window of each image to a square.
+    target: Target,
+    places: np.ndarray,
+) -> None:
+    """Resize a window of each image to a square, and normalise it.
 
     Args:
         images: n of [H, W, 3] uint8, of any sizes and strides, on the device.
         windows: [n, 2, 6] float32: :meth:`Axis.numbers` across and down.
         flips: [n] bool: mirrored, left and right.
-        size: S, pixels.
-        mean, std: 3 values each, of pixels in 0..255, on the device.
-
-    Returns:
-        [n, 3, S, S] float32, normalised, channels last.
+        places: [n] int64: which of the target's each becomes.
     """
-    device = images[0].device
-    out = torch.empty(
-        (len(images), 3, size, size), device=device, memory_format=torch.channels_last
+    if not images:
+        return
+    if target.out.is_cuda:
+        _launch(images, windows, flips, interpolation, target, places)
+        return
+    for i, image in enumerate(images):
+        square = _by_matrices(image, windows[i], target.out.shape[-1], interpolation)
+        square = square.flip(2) if flips[i] else square
+        target.out[places[i]] = _normalised(square[None], target)[0]
+
+
+def normalise(pixels: torch.Tensor, *, target: Target, places: np.ndarray) -> None:
+    """Normalise squares.
+
+    Args:
+        pixels: [n, S, S, 3] uint8, on the device.
+        places: [n] int64: which of the target's each becomes.
+    """
+    if not len(pixels):
+        return
+    if target.out.is_cuda:
+        from lockstep.data.kernels import normalise_kernel  # Triton: only where there is a GPU
+
+        where = to_device(torch.from_numpy(places), pixels.device)
+        count = pixels[0].numel()
+        grid = (len(pixels), -(-count // _BLOCK))
+        normalise_kernel[grid](
+            target.out, pixels, where, target.mean, target.std, count, BLOCK=_BLOCK
+        )
+        return
+    target.out[torch.from_numpy(places)] = _normalised(
+        pixels.permute(0, 3, 1, 2).to(torch.float32), target
     )
-    if device.type != "cuda":
-        for i, image in enumerate(images):
-            square = _by_matrices(image, windows[i], size, interpolation)
-            out[i] = square.flip(2) if flips[i] else square
-        return out.sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
-    _launch(images, windows, flips, out, interpolation, mean, std)
-    return out
+
+
+def _normalised(squares: torch.Tensor, target: Target) -> torch.Tensor:
+    return squares.sub_(target.mean.view(3, 1, 1)).div_(target.std.view(3, 1, 1))
 
 
 def _by_matrices(
@@ -131,27 +165,26 @@ def _launch(
     images: list[torch.Tensor],
     windows: np.ndarray,
     flips: np.ndarray,
-    out: torch.Tensor,
     interpolation: str,
-    mean: torch.Tensor,
-    std: torch.Tensor,
+    target: Target,
+    places: np.ndarray,
 ) -> None:
-    size = out.shape[-1]
+    size, count = target.out.shape[-1], len(images)
     # All that a sample's program needs lies in one row, so that one copy takes it to the device.
     rows = np.array([(image.data_ptr(), *image.stride()) for image in images], dtype=np.int64)
     numbers = np.concatenate(
-        [windows.reshape(len(images), 12), flips[:, None].astype(np.float32)], axis=1
+        [windows.reshape(count, 12), flips[:, None], places[:, None]], axis=1, dtype=np.float32
     )
     block = min(256, 1 << (size - 1).bit_length())
-    grid = (len(images), size, -(-size // block))
+    grid = (count, size, -(-size // block))
     from lockstep.data.kernels import resample_kernel  # Triton: only where there is a GPU
 
     resample_kernel[grid](
-        out,
-        to_device(torch.from_numpy(rows), out.device),
-        to_device(torch.from_numpy(numbers.astype(np.float32)), out.device),
-        mean,
-        std,
+        target.out,
+        to_device(torch.from_numpy(rows), target.out.device),
+        to_device(torch.from_numpy(numbers), target.out.device),
+        target.mean,
+        target.std,
         size,
         BLOCK=block,
         BICUBIC=interpolation == "bicubic",

@@ -1,0 +1,81 @@
+"""What a decoding thread or process does: from a sample's file to its square of pixels. Level 2."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.config.schema import Augment, Data
+from lockstep.data.augment import Params, View, apply, draw, eval_image
+from lockstep.data.cache import RamCache
+from lockstep.data.decode import DecodeError, decode
+from lockstep.data.source import Source
+from lockstep.data.workers import Filled
+from lockstep.errors import UserError
+
+
+class Filler:
+    """Reads, decodes and augments; knows no batches and no device."""
+
+    def __init__(self, source: Source, data: Data, augment: Augment | None, view: View) -> None:
+        """
+        Args:
+            augment: None for the evaluation crop.
+        """
+        self.source = source
+        self.view = view
+        self._augment = augment
+        self._data = data
+        self._cache = RamCache(len(source), data.cache)
+
+    def __call__(self, indices: np.ndarray, seeds: np.ndarray, pixels: np.ndarray) -> Filled:
+        """Fill ``pixels`` [rows, S, S, 3] uint8 with the samples ``indices``.
+
+        Raises:
+            UserError: an image cannot be read and ``data.on_error`` is ``stop``.
+        """
+        filled = Filled(np.zeros((len(indices), 4), dtype=np.int64), {})
+        for row, (index, seed) in enumerate(zip(indices.tolist(), seeds.tolist(), strict=True)):
+            try:
+                image = self.image(index)
+            except DecodeError as error:
+                filled.reasons[row] = self.refused(index, error)
+                pixels[row] = 0
+                continue
+            height, width, _ = image.shape
+            params = self.draw(seed, width=width, height=height)
+            if params is None:
+                pixels[row] = eval_image(image, self.view)
+            else:
+                pixels[row] = apply(image, params, self.view)
+                filled.erase[row] = params.erase
+        return filled
+
+    def draw(self, seed: int, *, width: int, height: int) -> Params | None:
+        """What is done to a sample of this size; None: the evaluation crop."""
+        if self._augment is None:
+            return None
+        return draw(self._augment, seed, width=width, height=height, size=self.view.size)
+
+    def image(self, index: int) -> np.ndarray:
+        """[H, W, 3] uint8; raises DecodeError."""
+        image = self._cache.get(index)
+        if image is None:
+            image = decode(self.read(index), exif_rotate=self._data.exif_rotate)
+            self._cache.put(index, image)
+        return image
+
+    def read(self, index: int) -> bytes:
+        """The file; raises DecodeError."""
+        try:
+            return self.source.read(index)
+        except OSError as error:
+            raise DecodeError(error.strerror or str(error)) from error
+
+    def refused(self, index: int, error: DecodeError) -> str:
+        """Why a sample is left out, unless that ends the run."""
+        if self._data.on_error == "stop":
+            raise UserError(
+                f"{self.source.path(index)} cannot be read: {error}: repair or remove it, "
+                "or set data.on_error=skip to go on without such images"
+            ) from error
+        return str(error)

@@ -1,0 +1,57 @@
+"""Memory that several processes see, and that the GPU copies from and to. Level 0."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+
+class SharedMemory:
+    """Some bytes that another process maps by :attr:`path` for as long as this one keeps them."""
+
+    def __init__(self, num_bytes: int, *, pinned: bool = False) -> None:
+        """
+        Args:
+            pinned: let the GPU copy straight into it. Where that is refused, copies are slower but
+                right.
+        """
+        self._descriptor = os.memfd_create("lockstep")
+        os.ftruncate(self._descriptor, num_bytes)
+        self.memory = mmap.mmap(self._descriptor, num_bytes)
+        self._pinned = pinned
+        if pinned:
+            torch.cuda.cudart().cudaHostRegister(self._address, num_bytes, 0)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    @property
+    def path(self) -> str:
+        """What another process of this user gives to :func:`attach`."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, [bytes] uint8."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give it back, once the GPU is done with it; whoever has mapped it keeps it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._pinned = False
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def _address(self) -> int:
+        return self.tensor().data_ptr()
+
+
+def attach(path: str) -> mmap.mmap:
+    """Map another process's :class:`SharedMemory`."""
+    with Path(path).open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
