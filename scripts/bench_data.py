@@ -193,7 +193,7 @@ def trainer(args: argparse.Namespace) -> Callable[[torch.Tensor], None]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if args.device.startswith("cuda"):
-            queued.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            queued.append(torch.cuda.Event())
             queued[-1].record()
             if len(queued) > 2:
                 queued.popleft().synchronize()
