@@ -17,13 +17,14 @@ import json
 import os
 import platform
 import resource
+import shutil
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from itertools import islice
@@ -140,20 +141,16 @@ def measure(
         consume(images)
     synchronize(args)
     behind, cpu, count, waited = time.perf_counter(), cpu_seconds(), 0, 0.0
-    stop, used = threading.Event(), list[int]()
-    watch = threading.Thread(target=watch_gpu, args=(args, stop, used))
-    watch.start()
-    for _ in range(max(1, args.images // args.batch)):
-        asked = time.perf_counter()
-        images = next(batches)
-        waited += time.perf_counter() - asked
-        consume(images)
-        count += len(images)
-    synchronize(args)
-    wall = time.perf_counter() - behind
-    cpu = cpu_seconds() - cpu
-    stop.set()
-    watch.join()
+    with watched_gpu(args) as used:
+        for _ in range(max(1, args.images // args.batch)):
+            asked = time.perf_counter()
+            images = next(batches)
+            waited += time.perf_counter() - asked
+            consume(images)
+            count += len(images)
+        synchronize(args)
+        wall = time.perf_counter() - behind
+        cpu = cpu_seconds() - cpu
     batches.close()
     return {
         "images_per_second": count / wall,
@@ -169,10 +166,22 @@ def synchronize(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def watch_gpu(args: argparse.Namespace, stop: threading.Event, used: list[int]) -> None:
-    """Note the share of the time in which a kernel ran, percent."""
-    while args.device.startswith("cuda") and not stop.wait(0.2):
-        used.append(torch.cuda.utilization())
+@contextmanager
+def watched_gpu(args: argparse.Namespace) -> Iterator[list[int]]:
+    """Collect the share of the time in which a kernel ran, percent, as ``nvidia-smi`` sees it.
+
+    A process of its own: a thread that asks the driver would hold up the training's launches.
+    """
+    used: list[int] = []
+    if not args.device.startswith("cuda") or shutil.which("nvidia-smi") is None:
+        yield used
+        return
+    command = "nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits -i 0 -lms 500"
+    with subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True) as process:
+        yield used
+        process.terminate()
+        assert process.stdout is not None
+        used += [int(line) for line in process.stdout if line.strip().isdigit()]
 
 
 def trainer(args: argparse.Namespace) -> Callable[[torch.Tensor], None]:

@@ -6,7 +6,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.io import decode_jpeg
 
 from lockstep.config.schema import Augment, Data
 from lockstep.data import cache as cache_module
@@ -22,7 +21,7 @@ from lockstep.data import fill as fill_module
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import View, eval_image
 from lockstep.data.loader import Batch, Loader, device_takes
-from lockstep.data.nvjpeg import Decoded, GpuDecoder
+from lockstep.data.nvjpeg import Decoded, GpuDecoder, NvJpegError
 from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds, window_slices
 from lockstep.data.source import FolderSource
 from lockstep.errors import UserError
@@ -434,26 +433,31 @@ def jpeg_root(tmp_path: Path, picture: Callable[..., Image.Image]) -> Path:
     return root
 
 
-class FakeGpu:
-    """Takes what a GPU would, on the CPU."""
+class FakeNvJpeg:
+    """Decodes on the CPU what a GPU would."""
 
-    def __init__(self, filler: Any, *_: Any, exif_rotate: bool) -> None:
-        self.decoder = GpuDecoder.__new__(GpuDecoder)
-        self.decoder._filler, self.decoder._exif_rotate = filler, exif_rotate
-        self.decoder._on_device = lambda files: (
-            [decode_jpeg(f, mode=ImageReadMode.RGB) for f in files],
-            None,
-        )
-        self.taken = 0
+    def decode(self, files: list[bytes], _: Any) -> list[torch.Tensor]:
+        try:
+            return [
+                decode_jpeg(torch.frombuffer(bytearray(f), dtype=torch.uint8)).permute(1, 2, 0)
+                for f in files
+            ]
+        except RuntimeError as error:
+            raise NvJpegError(str(error)) from error
 
-    def decode(self, indices: np.ndarray, seeds: np.ndarray) -> Future[Decoded]:
-        found: Future[Decoded] = Future()
-        found.set_result(self.decoder._decode(indices, seeds))
-        self.taken += len(found.result().rows)
-        return found
 
-    def close(self) -> None:
-        pass
+class FakeGpu(GpuDecoder):
+    """Counts what it takes."""
+
+    taken = 0
+
+    def _nvjpeg(self) -> Any:
+        return FakeNvJpeg()
+
+    def _decode(self, indices: np.ndarray, seeds: np.ndarray) -> Decoded:
+        decoded = super()._decode(indices, seeds)
+        self.taken += len(decoded.rows)
+        return decoded
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])

@@ -162,10 +162,10 @@ def _is_simple_jpeg(data: bytes, *, exif_rotate: bool) -> bool:
     )
 
 
-def suits_gpu(data: bytes, *, exif_rotate: bool) -> bool:
-    """Whether a GPU's decoder shows the same: a whole baseline JPEG of ordinary colours."""
+def size_for_gpu(data: bytes, *, exif_rotate: bool) -> tuple[int, int] | None:
+    """Height and width, if a GPU's decoder shows the same: a whole baseline JPEG of usual colours."""
     jpeg = _read_jpeg(data)
-    return (
+    suits = (
         jpeg is not None
         and jpeg.baseline
         and min(jpeg.height, jpeg.width) >= _GPU_LEAST_SIDE
@@ -177,6 +177,7 @@ def suits_gpu(data: bytes, *, exif_rotate: bool) -> bool:
         and data.endswith(_END_OF_IMAGE)
         and not (jpeg.described and exif_rotate and _is_turned(data))
     )
+    return (jpeg.height, jpeg.width) if jpeg is not None and suits else None
 
 
 def _is_turned(data: bytes) -> bool:

@@ -34,6 +34,8 @@ from lockstep.data.workers import Buffer, Filled, make_workers
 
 _TASK_SAMPLES = 16
 """Samples that a worker takes at once: few enough that closing does not wait long."""
+_GPU_SAMPLES = 64
+"""What the device is given at once when its pace is measured."""
 _PATIENCE_SECONDS = 0.1
 """How often a thread that waits looks whether it shall end."""
 _SHARES = 1000
@@ -172,9 +174,10 @@ class Loader:
             cpu, _ = _rate(by_workers, parts, 4 * self._num_workers, seconds)
         finally:
             self._workers.drain()
+        parts = [slice(i, i + _GPU_SAMPLES) for i in range(0, len(order), _GPU_SAMPLES)]
         gpu, decoded = _rate(by_device, parts, 4, seconds)
-        suited = sum(len(d.rows) for d in decoded) / max(1, _TASK_SAMPLES * len(decoded))
-        return cpu, gpu * suited
+        suited = sum(len(d.rows) for d in decoded) / max(1, _GPU_SAMPLES * len(decoded))
+        return cpu * _TASK_SAMPLES, gpu * _GPU_SAMPLES * suited
 
     def batches(self, epoch: int, slices: Iterable[MicroSlice]) -> Generator[Batch, None, None]:
         """One batch per slice, in order; an empty slice gives one real sample of weight 0.
@@ -352,8 +355,6 @@ class Loader:
         self, decoded: Decoded, places: np.ndarray, target: Target, erase: np.ndarray
     ) -> None:
         """Crop what the device has decoded."""
-        if decoded.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(decoded.ready)
         resample(
             decoded.images,
             decoded.windows,
@@ -362,8 +363,8 @@ class Loader:
             target=target,
             places=places[decoded.rows],
         )
-        for image in decoded.images if self.device.type == "cuda" else ():
-            image.record_stream(torch.cuda.current_stream(self.device))
+        if decoded.images and self.device.type == "cuda":  # they lie in one piece of memory
+            decoded.images[0].record_stream(torch.cuda.current_stream(self.device))
         erase[places[decoded.rows]] = decoded.erase
 
     def _own_part(
@@ -409,7 +410,7 @@ def device_takes(indices: np.ndarray, share: float) -> np.ndarray:
 def _rate(
     begin: Callable[[slice], Future[Any]], parts: list[slice], depth: int, seconds: float
 ) -> tuple[float, list[Any]]:
-    """Images per second of tasks, ``depth`` of them at once, behind the first; and their results."""
+    """Tasks per second, ``depth`` of them at once, behind the first; and their results."""
     open_tasks: deque[Future[Any]] = deque()
     results = []
     began = stop = time.perf_counter()
@@ -426,7 +427,7 @@ def _rate(
     for task in open_tasks:
         results.append(task.result())
         stop = time.perf_counter()
-    return _TASK_SAMPLES * (len(results) - 1) / max(stop - began, 1e-9), results
+    return (len(results) - 1) / max(stop - began, 1e-9), results
 
 
 def _one_ahead(

@@ -1,34 +1,148 @@
-"""JPEGs decoded by the GPU's own decoders, beside the training. Level 2.
+"""JPEGs decoded by the GPU's own engines, beside the training. Level 2.
 
-nvJPEG through torchvision: a batch of files in, one tensor an image out. What it is not made for,
-and every batch that it refuses, the CPU decodes.
+NVIDIA's nvJPEG, called directly: torchvision's way to it starts anew for every number of images,
+which waits for all that the GPU has to do, and cannot be told that its kernels come first. Needs a
+GPU with JPEG engines (A100, H100, H200, L4 and later ones). What they are not made for, and every
+batch that they refuse, the CPU decodes.
 """
 
 from __future__ import annotations
 
-import warnings
+import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
+from threading import local
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_jpeg
+import torchvision
 
 from lockstep.data.augment import axes
-from lockstep.data.decode import DecodeError, suits_gpu
+from lockstep.data.decode import DecodeError, size_for_gpu
 from lockstep.data.fill import Filler
 
-_THREADS = 2
-"""One reads files while the other waits for the decoder."""
+_THREADS = 3
+"""Some read files while another waits for the engines."""
+_STEP = 16
+"""Batches are filled up to a multiple of it: each size has memory of its own."""
+_ALIGN_BYTES = 256
+_HARDWARE, _RGB_INTERLEAVED = 3, 5
+"""Of nvjpeg.h: nvjpegBackend_t, nvjpegOutputFormat_t."""
 
 _BESIDE_TRAINING = 0.25
-"""What is left of the decoder's pace while the GPU trains: its kernels wait behind the training's."""
+"""What is left of the engines' pace while the GPU trains: their kernels wait behind the training's."""
 _ENOUGH = 10_000
 """Images per second of the CPU that no model of a GPU outpaces at the usual sizes."""
 _LEAST_SHARE = 0.05
 
-# That a successor exists is for whoever maintains this file.
-warnings.filterwarnings("ignore", message=r"The image decoding", module=r"torchvision\.")
+
+class NvJpegError(Exception):
+    """The library is absent or refuses something; the message says what."""
+
+
+class _Image(ctypes.Structure):
+    """nvjpegImage_t: where the pixels shall go."""
+
+    _fields_ = (("channel", c_void_p * 4), ("pitch", c_size_t * 4))
+
+
+class NvJpeg:
+    """One decoder of a thread, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises NvJpegError: no library, or no engines."""
+        self._device = device
+        self._handle = c_void_p()
+        self._states: dict[int, c_void_p] = {}
+        self._library = _load()
+        with torch.cuda.device(device):
+            # Its kernels are few and small, and what waits for them is a step ahead of the training.
+            self._stream = torch.cuda.Stream(device, priority=-5)
+            self._call("nvjpegCreateEx", _HARDWARE, None, None, c_uint(0), byref(self._handle))
+        engines, cores = c_uint(), c_uint()
+        self._call("nvjpegGetHardwareDecoderInfo", self._handle, byref(engines), byref(cores))
+        if engines.value == 0:
+            raise NvJpegError("this GPU has no JPEG engines")
+
+    def __del__(self) -> None:
+        for state in self._states.values():
+            self._library.nvjpegJpegStateDestroy(state)
+        if self._handle:
+            self._library.nvjpegDestroy(self._handle)
+
+    def decode(self, files: list[bytes], sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Decode; returns when the pixels are there.
+
+        Args:
+            files: baseline JPEGs of three components.
+            sizes: height and width of each.
+
+        Returns:
+            [H, W, 3] uint8 each, on the device.
+
+        Raises:
+            NvJpegError: one of them is refused; it is not said which.
+        """
+        starts = np.cumsum([0, *(-(-3 * h * w // _ALIGN_BYTES) * _ALIGN_BYTES for h, w in sizes)])
+        count = -(-len(files) // _STEP) * _STEP
+        # Filled up with the smallest, whose pixels go to its own place again.
+        least = min(range(len(files)), key=lambda i: len(files[i]))
+        order = [*range(len(files)), *[least] * (count - len(files))]
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            pixels = torch.empty(int(starts[-1]), dtype=torch.uint8, device=self._device)
+            places = (_Image * count)()
+            for place, i in zip(places, order, strict=True):
+                place.channel[0] = pixels.data_ptr() + int(starts[i])
+                place.pitch[0] = 3 * sizes[i][1]
+            self._call(
+                "nvjpegDecodeBatched",
+                self._handle,
+                self._state(count),
+                (ctypes.c_char_p * count)(*(files[i] for i in order)),
+                (c_size_t * count)(*(len(files[i]) for i in order)),
+                places,
+                c_void_p(self._stream.cuda_stream),
+            )
+            self._stream.synchronize()
+        return [
+            pixels[start : start + 3 * h * w].view(h, w, 3)
+            for start, (h, w) in zip(starts[:-1].tolist(), sizes, strict=True)
+        ]
+
+    def _state(self, count: int) -> c_void_p:
+        state = self._states.get(count)
+        if state is None:
+            state = c_void_p()
+            self._call("nvjpegJpegStateCreate", self._handle, byref(state))
+            self._call(
+                "nvjpegDecodeBatchedInitialize",
+                self._handle,
+                state,
+                c_int(count),
+                c_int(1),
+                _RGB_INTERLEAVED,
+            )
+            self._states[count] = state
+        return state
+
+    def _call(self, name: str, *args: object) -> None:
+        status = getattr(self._library, name)(*args)
+        if status:
+            raise NvJpegError(f"{name} answers {status}")
+
+
+def _load() -> ctypes.CDLL:
+    """nvJPEG as torchvision brings it, or NVIDIA's package ``nvidia-nvjpeg``."""
+    site = Path(torchvision.__file__).parents[1]
+    found = [*site.glob("torchvision.libs/libnvjpeg*"), *site.glob("nvidia/*/lib/libnvjpeg.so*")]
+    for path in found:
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            continue
+    raise NvJpegError("libnvjpeg is not there: pip install nvidia-nvjpeg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +152,7 @@ class Decoded:
     rows: list[int]
     """Those of the task's that are here."""
     images: list[torch.Tensor]
-    """[H, W, 3] uint8 each, strided."""
+    """[H, W, 3] uint8 each."""
     windows: np.ndarray
     """[rows, 2, 6] float32: see ``resample``."""
     flips: np.ndarray
@@ -47,20 +161,19 @@ class Decoded:
     """[rows, 4] int64."""
     left: list[int]
     """Rows that the CPU must do."""
-    ready: torch.cuda.Event | None
-    """On the device: when the images are there."""
 
 
 class GpuDecoder:
     """Decodes on a CUDA device, in threads of its own."""
 
     def __init__(self, filler: Filler, device: torch.device, *, exif_rotate: bool) -> None:
+        """Raises NvJpegError: see :class:`NvJpeg`."""
         self._filler = filler
         self._device = device
         self._exif_rotate = exif_rotate
-        # Its kernels are few and small, and what waits for them is a step ahead of the training's.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._mine = local()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="decode-gpu")
+        self._pool.submit(self._nvjpeg).result()
 
     def decode(self, indices: np.ndarray, seeds: np.ndarray) -> Future[Decoded]:
         """Decode some samples.
@@ -75,25 +188,24 @@ class GpuDecoder:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _decode(self, indices: np.ndarray, seeds: np.ndarray) -> Decoded:
-        rows, files, left = [], [], []
+        rows, files, sizes, left = [], [], [], []
         for row, index in enumerate(indices.tolist()):
             try:
                 data = self._filler.read(index)
             except DecodeError:
                 data = b""
-            if suits_gpu(data, exif_rotate=self._exif_rotate):
-                rows.append(row)
-                files.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            else:
+            size = size_for_gpu(data, exif_rotate=self._exif_rotate)
+            if size is None:
                 left.append(row)
+            else:
+                rows.append(row)
+                files.append(data)
+                sizes.append(size)
         images: list[torch.Tensor] = []
-        ready = None
-        if rows:
+        if files:
             try:
-                found, ready = self._on_device(files)
-                images = [image.permute(1, 2, 0) for image in found]
-            except RuntimeError:
-                # One of them is damaged, and it is not said which.
+                images = self._nvjpeg().decode(files, sizes)
+            except NvJpegError:
                 rows, left = [], list(range(len(indices)))
         windows = np.zeros((len(rows), 2, 6), dtype=np.float32)
         flips = np.zeros(len(rows), dtype=bool)
@@ -104,14 +216,13 @@ class GpuDecoder:
             windows[i] = [a.numbers() for a in axes((width, height), params, self._filler.view)]
             if params is not None:
                 flips[i], erase[i] = params.flip, params.erase
-        return Decoded(rows, images, windows, flips, erase, left, ready)
+        return Decoded(rows, images, windows, flips, erase, left)
 
-    def _on_device(self, files: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            found = decode_jpeg(files, mode=ImageReadMode.RGB, device=self._device)
-            ready = torch.cuda.Event()
-            ready.record(self._stream)
-        return found, ready
+    def _nvjpeg(self) -> NvJpeg:
+        if not hasattr(self._mine, "nvjpeg"):
+            self._mine.nvjpeg = NvJpeg(self._device)
+        found: NvJpeg = self._mine.nvjpeg
+        return found
 
 
 def share_for_gpu(cpu: float, gpu: float) -> float:

@@ -35,6 +35,8 @@ _DEPTH = 2
 _UNWANTED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What is meant for the rank reaches its whole group or job; its workers end with it."""
 _FAREWELL_SECONDS = 5.0
+_NICENESS = 15
+"""Launching kernels comes first: a GPU without work costs more than a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,7 @@ def _fork(work: Work, others: list[_Worker]) -> _Worker:
     code = 1
     try:
         die_with_parent(parent)
+        os.nice(_NICENESS)
         for number in _UNWANTED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         ours.close()
