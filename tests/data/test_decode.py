@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from lockstep.data import decode as decode_module
-from lockstep.data.decode import DecodeError, decode
+from lockstep.data.decode import DecodeError, decode, decode_part, jpeg_size, size_for_gpu
 
 # Only here: pytest shows what the room itself keeps silent (test_nothing_is_written_to_stderr).
 pytestmark = pytest.mark.filterwarnings("ignore:::PIL")
@@ -312,3 +313,63 @@ def test_what_two_readers_may_read_differently_is_for_pillow(insert: bytes) -> N
     for at in (2, plain.index(b"\xff\xda")):
         data = plain[:at] + insert + plain[at:]
         assert not decode_module._is_simple_jpeg(data, exif_rotate=True)
+
+
+JPEGS: dict[str, dict[str, Any]] = {
+    "4:4:4": {"subsampling": 0},
+    "4:2:2": {"subsampling": 1},
+    "4:2:0": {"subsampling": 2},
+    "progressive": {"progressive": True},
+    "restarts": {"restart_marker_blocks": 3},
+    "grey": {},
+}
+
+
+@pytest.mark.parametrize("kind", JPEGS)
+def test_a_part_is_what_the_whole_shows_there(
+    picture: Callable[..., Image.Image], kind: str
+) -> None:
+    pytest.importorskip("nvidia.nvimgcodec", reason="exists for Linux alone")
+    image = picture(90, 70)
+    file = io.BytesIO()
+    (image.convert("L") if kind == "grey" else image).save(file, "JPEG", quality=88, **JPEGS[kind])
+    data = file.getvalue()
+    assert jpeg_size(data, exif_rotate=True) == (70, 90)
+    whole = decode(data, exif_rotate=True)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        left, top = int(rng.integers(90)), int(rng.integers(70))
+        right, bottom = int(rng.integers(left, 90)) + 1, int(rng.integers(top, 70)) + 1
+        part = decode_part(data, (left, top, right, bottom))
+        np.testing.assert_array_equal(part, whole[top:bottom, left:right])
+
+
+def test_a_part_of_what_must_be_seen_whole(picture: Callable[..., Image.Image]) -> None:
+    file, turned, cmyk = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    picture(90, 70).save(file, "JPEG")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(90, 70).save(turned, "JPEG", exif=exif)
+    picture(90, 70).convert("CMYK").save(cmyk, "JPEG")
+    assert jpeg_size(file.getvalue()[:-40], exif_rotate=True) is None  # its end may be missing
+    assert jpeg_size(turned.getvalue(), exif_rotate=True) is None
+    assert jpeg_size(turned.getvalue(), exif_rotate=False) == (70, 90)
+    assert jpeg_size(cmyk.getvalue(), exif_rotate=True) is None
+    assert jpeg_size(b"", exif_rotate=True) is None
+    assert decode_part(file.getvalue()[:60], (0, 0, 5, 5)) is None
+
+
+def test_what_a_gpu_may_decode(picture: Callable[..., Image.Image]) -> None:
+    def size(**options: Any) -> tuple[int, int] | None:
+        file = io.BytesIO()
+        picture(90, 70).convert(options.pop("mode", "RGB")).save(file, "JPEG", **options)
+        return size_for_gpu(file.getvalue(), exif_rotate=True)
+
+    for subsampling in (0, 1, 2):
+        assert size(subsampling=subsampling) == (70, 90)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for options in ({"progressive": True}, {"mode": "L"}, {"mode": "CMYK"}, {"exif": exif}):
+        assert size(**options) is None
+    assert size(keep_rgb=True) is None  # stored as RGB, which some decoders take for YCbCr
+    assert size_for_gpu(b"\xff\xd8", exif_rotate=True) is None

@@ -78,6 +78,11 @@ class RamCache:
             self._places[index] = (end, *image.shape[:2])
 
     @property
+    def takes_more(self) -> bool:
+        """Whether an image that is decoded whole will be kept, as far as is known."""
+        return bool(self._limit) and not self._is_full
+
+    @property
     def _is_full(self) -> bool:
         return bool(self._used[0] > self._limit)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from lockstep.config.schema import Augment, Data
 from lockstep.data.augment import Params, View, apply, draw, eval_image
 from lockstep.data.cache import RamCache
-from lockstep.data.decode import DecodeError, decode
+from lockstep.data.decode import DecodeError, decode, decode_part, jpeg_size
 from lockstep.data.source import Source
 from lockstep.data.workers import Filled
 from lockstep.errors import UserError
@@ -36,19 +38,43 @@ class Filler:
         filled = Filled(np.zeros((len(indices), 4), dtype=np.int64), {})
         for row, (index, seed) in enumerate(zip(indices.tolist(), seeds.tolist(), strict=True)):
             try:
-                image = self.image(index)
+                image, params = self._sample(index, seed)
             except DecodeError as error:
                 filled.reasons[row] = self.refused(index, error)
                 pixels[row] = 0
                 continue
-            height, width, _ = image.shape
-            params = self.draw(seed, width=width, height=height)
             if params is None:
                 pixels[row] = eval_image(image, self.view)
             else:
                 pixels[row] = apply(image, params, self.view)
                 filled.erase[row] = params.erase
         return filled
+
+    def _sample(self, index: int, seed: int) -> tuple[np.ndarray, Params | None]:
+        """The image, or as much of it as is wanted, and what is done to that."""
+        image = self._cache.get(index)
+        if image is None:
+            data = self.read(index)
+            if self._augment is not None and not self._cache.takes_more:
+                found = self._part(data, seed)
+                if found is not None:
+                    return found
+            image = self._decoded(index, data)
+        height, width, _ = image.shape
+        return image, self.draw(seed, width=width, height=height)
+
+    def _part(self, data: bytes, seed: int) -> tuple[np.ndarray, Params] | None:
+        size = jpeg_size(data, exif_rotate=self._data.exif_rotate)
+        if size is None:
+            return None
+        height, width = size
+        params = self.draw(seed, width=width, height=height)
+        if params is None or params.crop is None or params.crop == (0, 0, width, height):
+            return None
+        image = decode_part(data, params.crop)
+        if image is None:
+            return None
+        return image, replace(params, crop=(0, 0, image.shape[1], image.shape[0]))
 
     def draw(self, seed: int, *, width: int, height: int) -> Params | None:
         """What is done to a sample of this size; None: the evaluation crop."""
@@ -59,9 +85,11 @@ class Filler:
     def image(self, index: int) -> np.ndarray:
         """[H, W, 3] uint8; raises DecodeError."""
         image = self._cache.get(index)
-        if image is None:
-            image = decode(self.read(index), exif_rotate=self._data.exif_rotate)
-            self._cache.put(index, image)
+        return self._decoded(index, self.read(index)) if image is None else image
+
+    def _decoded(self, index: int, data: bytes) -> np.ndarray:
+        image = decode(data, exif_rotate=self._data.exif_rotate)
+        self._cache.put(index, image)
         return image
 
     def read(self, index: int) -> bytes:

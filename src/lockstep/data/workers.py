@@ -297,6 +297,7 @@ def _fork(work: Work, others: list[_Worker]) -> _Worker:
     try:
         die_with_parent(parent)
         os.nice(_NICENESS)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what they load later must not look for a GPU
         for number in _UNWANTED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         ours.close()
