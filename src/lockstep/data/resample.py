@@ -84,7 +84,7 @@ def resample(
     for i, image in enumerate(images):
         square = _by_matrices(image, windows[i], target.out.shape[-1], interpolation)
         square = square.flip(2) if flips[i] else square
-        target.out[places[i]] = _normalised(square[None], target)[0]
+        target.out[places[i]] = _normalised(square, target)
 
 
 def normalise(pixels: torch.Tensor, *, target: Target, places: np.ndarray) -> None:
@@ -106,13 +106,12 @@ def normalise(pixels: torch.Tensor, *, target: Target, places: np.ndarray) -> No
             target.out, pixels, where, target.mean, target.std, count, BLOCK=_BLOCK
         )
         return
-    target.out[torch.from_numpy(places)] = _normalised(
-        pixels.permute(0, 3, 1, 2).to(torch.float32), target
-    )
+    for square, place in zip(pixels, places.tolist(), strict=True):  # each fits into a core's cache
+        _normalised(target.out[place].copy_(square.permute(2, 0, 1)), target)
 
 
-def _normalised(squares: torch.Tensor, target: Target) -> torch.Tensor:
-    return squares.sub_(target.mean.view(3, 1, 1)).div_(target.std.view(3, 1, 1))
+def _normalised(square: torch.Tensor, target: Target) -> torch.Tensor:
+    return square.sub_(target.mean.view(3, 1, 1)).div_(target.std.view(3, 1, 1))
 
 
 def _by_matrices(
