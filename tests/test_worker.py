@@ -20,3 +20,56 @@ def test_ranks_that_see_different_images_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "gather_objects", lambda mine: [mine, mine, ["a", "c"]])
     with pytest.raises(UserError, match=r"data\.root = .*rank 2 sees other images than rank 0"):
         worker.refuse_different_data(config, loader("a"), loader("b"))
+
+
+class Decoders:
+    """Of a loader, what decides who decodes."""
+
+    def __init__(self, rates: tuple[float, float] = (1000.0, 4000.0), why: str | None = None):
+        self.gpu_share = -1.0
+        self._rates, self._why = rates, why
+
+    def why_not_gpu(self) -> str | None:
+        return self._why
+
+    def rates(self, seconds: float) -> tuple[float, float]:
+        return self._rates
+
+
+def shared(
+    *overrides: str, loader: Decoders, before: float | None = None
+) -> tuple[float, list[str]]:
+    """The share of all loaders, and what is told."""
+    found: Any = None if before is None else SimpleNamespace(meta={"gpu_share": before})
+    other = Decoders()
+    config = configure("data=digits", "augment.policy=none", *overrides)
+    notes = worker.share_decoding(config, found, loader, other)  # type: ignore[arg-type]
+    assert other.gpu_share == loader.gpu_share
+    return loader.gpu_share, notes
+
+
+def test_who_decodes() -> None:
+    assert shared("data.decode=cpu", loader=Decoders(why="no GPU")) == (0.0, [])
+    assert shared("data.decode=gpu", loader=Decoders()) == (1.0, [])
+    hybrid = ("data.decode=hybrid", "data.gpu_share=0.4")
+    assert shared(*hybrid, loader=Decoders()) == (0.4, [])
+    for decode in ("auto", "hybrid"):
+        share, (note,) = shared(f"data.decode={decode}", loader=Decoders())
+        assert share == 0.67 and "1,000 images/s by the CPU, 4,000 by the GPU" in note
+    share, (note,) = shared("data.decode=auto", loader=Decoders(rates=(6000.0, 4000.0)))
+    assert share == 0.0 and "takes 0%" in note
+
+
+def test_gpus_that_cannot_decode() -> None:
+    for decode in ("gpu", "hybrid"):
+        with pytest.raises(UserError, match=f"data.decode = {decode}: no engines: use data.decode"):
+            shared(f"data.decode={decode}", loader=Decoders(why="no engines"))
+    assert shared("data.decode=auto", loader=Decoders(why="no engines")) == (0.0, [])
+    policy = ("data.decode=auto", "augment.policy=randaugment")
+    assert shared(*policy, loader=Decoders()) == (0.0, [])
+
+
+def test_a_resume_keeps_the_share_or_says_so() -> None:
+    assert shared("data.decode=auto", loader=Decoders(), before=0.25) == (0.25, [])
+    share, (note,) = shared("data.decode=auto", loader=Decoders(why="no GPU"), before=0.25)
+    assert share == 0.0 and "decoded 25% of the JPEGs before and decodes 0% now" in note

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -221,8 +222,9 @@ def evaluate_weights(
         seed=config.seed,
         device=place,
         threads=config.data.workers or here.cores,
-        gpu_share=weights.card.get("gpu_share", 0.0) if place.type == "cuda" else 0.0,
     )
+    if loader.why_not_gpu() is None:
+        loader.gpu_share = weights.card.get("gpu_share", 0.0)  # as the run's own evaluation
     model = build(
         model_config,
         image_size=weights.card["image_size"],
@@ -239,13 +241,14 @@ def evaluate_weights(
         ) from exc
     if place.type == "cuda":
         model.to(memory_format=torch.channels_last)
-    result = evaluate(
-        model.to(place),
-        loader,
-        config.precision,
-        batch=batch or config.evaluate.batch,
-        device=place,
-    )
+    with closing(loader):
+        result = evaluate(
+            model.to(place),
+            loader,
+            config.precision,
+            batch=batch or config.evaluate.batch,
+            device=place,
+        )
     return Evaluation(result, weights.step, weights.kind, loader.num_left_out, notes)
 
 

@@ -294,22 +294,34 @@ def share_decoding(config: Config, found: Found | None, *loaders: Loader) -> lis
 
     Args:
         found: what will be resumed; the share stays.
+
+    Raises:
+        UserError: the GPU shall decode and cannot.
     """
-    cfg = config.data
+    cfg, train = config.data, loaders[0]
     before = found.meta.get("gpu_share") if found is not None else None
-    share, notes = {"cpu": 0.0, "gpu": 1.0}.get(cfg.decode, cfg.gpu_share), []
-    if loaders[0].device.type != "cuda" or cfg.cache == "gpu" or config.augment.policy != "none":
-        if before:
-            notes.append(f"{before:.0%} of the JPEGs were decoded by the GPU before: pixels differ")
+    share, notes = {"cpu": 0.0, "gpu": 1.0}.get(cfg.decode, cfg.gpu_share), list[str]()
+    decodes_all = cfg.cache == "gpu" or config.augment.policy != "none"
+    if share != 0 and not decodes_all:
+        reasons = [r for r in dist.gather_objects(train.why_not_gpu()) if r is not None]
+        if reasons and cfg.decode != "auto":
+            raise UserError(f"data.decode = {cfg.decode}: {reasons[0]}: use data.decode=cpu")
+        decodes_all = bool(reasons)
+    if decodes_all:
         share = 0.0
-    elif share is None and isinstance(before, float):
+    elif share is None and before is not None:
         share = before
     elif share is None:
-        cpu, gpu = dist.gather_objects(loaders[0].rates(_MEASURE_SECONDS))[0]
+        cpu, gpu = dist.gather_objects(dist.together(lambda: train.rates(_MEASURE_SECONDS)))[0]
         share = share_for_gpu(cpu, gpu)
         notes.append(
             f"decoding: {cpu:,.0f} images/s by the CPU, {gpu:,.0f} by the GPU alone: the GPU takes "
             f"{share:.0%} of the JPEGs (data.decode={cfg.decode})"
+        )
+    if before is not None and before != share:
+        notes.append(
+            f"the GPU decoded {before:.0%} of the JPEGs before and decodes {share:.0%} now: where "
+            "colours are stored at half the size, pixels differ by a few steps of 255"
         )
     for loader in loaders:
         loader.gpu_share = share

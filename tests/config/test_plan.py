@@ -324,6 +324,18 @@ def test_checkpointing_and_offload_need_less() -> None:
         pytest.param(["augment.scale=[0,1]"], {}, "expected 0 < low <= high", id="range from 0"),
         pytest.param(["augment.ratio=[2,1]"], {}, "augment.ratio = [2.0, 1.0]", id="ratio"),
         pytest.param(
+            ["data.decode=gpu", "augment.policy=none"],
+            {},
+            "data.decode = gpu needs an NVIDIA GPU, and device is cpu: use data.decode=auto",
+            id="decoding on no GPU",
+        ),
+        pytest.param(
+            ["data.gpu_share=0.5"],
+            {},
+            "data.gpu_share = 0.5 is for data.decode=hybrid, and it is cpu",
+            id="a share of nothing",
+        ),
+        pytest.param(
             ["schedule.milestones=[0.5,0.2]"],
             {},
             "schedule.milestones = [0.5, 0.2]: not ascending",

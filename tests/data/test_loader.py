@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -402,6 +405,64 @@ def test_processes_name_what_is_unreadable(
         list(stopping.batches(0, [MicroSlice(0, 23, 0)]))
     for loader in (skipping, stopping):
         loader.close()
+
+
+def test_a_worker_that_dies_is_told(make: Callable[..., Loader]) -> None:
+    loader = make({}, worker_kind="process", threads=2)
+    stream = loader.batches(0, window_slices(0, 23, 1, 0, 1))
+    next(stream)
+    os.kill(loader._workers._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"decodes images ended unexpectedly .*data.workers"):
+        for _ in range(3):  # what was decoded before is still handed out
+            list(stream)
+            stream = loader.batches(0, window_slices(0, 23, 1, 0, 1))
+    loader.close()
+
+
+def test_workers_end_with_their_process(image_root: Path) -> None:
+    code = """
+    import os, sys, signal
+    from lockstep.data.workers import Filled, Processes
+    workers = Processes(lambda *_: None, 2, pinned=False)
+    print(*[w.pid for w in workers._workers], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    deadline = time.monotonic() + 10
+    for pid in map(int, done.stdout.split()):
+        while is_alive(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_many_epochs_take_no_more_memory(make: Callable[..., Loader], kind: str) -> None:
+    loader = make(ALL, worker_kind=kind, cache="off")
+    pids = [os.getpid(), *(w.pid for w in getattr(loader._workers, "_workers", []))]
+
+    def megabytes(epochs: range) -> float:
+        for epoch in epochs:
+            for _ in loader.batches(epoch, window_slices(0, 23, 4, 0, 1)):
+                pass
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+        return sum(pages) * 4096 / 1e6
+
+    before = megabytes(range(10))
+    assert megabytes(range(10, 60)) - before < 10
+    loader.close()
 
 
 def test_device_takes_the_same_share_always() -> None:

@@ -26,7 +26,7 @@ from lockstep.data.cache import DeviceCache
 from lockstep.data.decode import DecodeError
 from lockstep.data.fill import Filler
 from lockstep.data.mixing import box_mask, draw_mixing, is_mixed, mix, pair_bounds
-from lockstep.data.nvjpeg import Decoded, GpuDecoder
+from lockstep.data.nvjpeg import Decoded, GpuDecoder, NvJpegError
 from lockstep.data.resample import Target, normalise, resample, to_device
 from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds
 from lockstep.data.source import Source
@@ -91,7 +91,6 @@ class Loader:
         seed: int,
         device: torch.device,
         threads: int,
-        gpu_share: float = 0.0,
     ) -> None:
         """
         Args:
@@ -99,7 +98,6 @@ class Loader:
             image_size: side S of the images, pixels.
             seed: of the run.
             threads: or processes that decode.
-            gpu_share: of the JPEGs that the device decodes; the same ones in every epoch.
 
         Raises:
             UserError: ``data.cache=gpu``, and the images do not fit or one cannot be read.
@@ -109,7 +107,8 @@ class Loader:
         """Unreadable samples of this process's slices (``data.on_error=skip``): name, reason."""
         self.wait_seconds = 0.0
         """Time that the consumer of :meth:`batches` waited for images, all in all."""
-        self.gpu_share = gpu_share
+        self.gpu_share = 0.0
+        """Of the JPEGs, which the device decodes: the same ones in every epoch."""
         self._data = data
         self._augment = augment
         self._mixed = augment is not None and is_mixed(augment)
@@ -149,14 +148,24 @@ class Loader:
         """Samples of this process's slices that could not be read so far."""
         return len(self.skipped)
 
+    def why_not_gpu(self) -> str | None:
+        """Why the device cannot decode JPEGs; None where it can."""
+        if self.device.type != "cuda":
+            return "it needs an NVIDIA GPU"
+        try:
+            self._on_gpu()
+        except NvJpegError as error:
+            return str(error)
+        return None
+
     def rates(self, seconds: float) -> tuple[float, float]:
         """Measure how fast images are decoded: by the workers alone, and by the device alone.
 
         Args:
-            seconds: for each, about.
+            seconds: for each, about; the device can decode.
 
         Returns:
-            images per second, at most those of one pass; 0 where the device can decode nothing.
+            images per second of the files that it can decode; 0 where there are none.
         """
         order = epoch_order(self._seed, 0, len(self))
         seeds = sample_seeds(self._seed, 0, order)
