@@ -24,6 +24,7 @@ def data_config() -> Callable[..., Data]:
             "source": "folder",
             "decode": "cpu",
             "gpu_share": None,
+            "shuffle_block": 1,
             "worker_kind": "auto",
             "cache": "auto",
             "image_size": 16,

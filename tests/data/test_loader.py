@@ -22,6 +22,7 @@ from lockstep.config.schema import Augment, Data
 from lockstep.data import cache as cache_module
 from lockstep.data import fill as fill_module
 from lockstep.data import loader as loader_module
+from lockstep.data import sampler as sampler_module
 from lockstep.data.augment import View, eval_image
 from lockstep.data.loader import Batch, Loader, device_takes
 from lockstep.data.nvjpeg import Decoded, GpuDecoder, NvJpegError
@@ -147,6 +148,26 @@ def test_training_order_and_seeds_are_the_samplers(make: Callable[..., Loader]) 
     np.testing.assert_array_equal(batch.ids, epoch_order(3, 4, 23)[2:9])
     np.testing.assert_array_equal(batch.seeds_host, sample_seeds(3, 4, batch.ids))
     np.testing.assert_array_equal(batch.seeds, batch.seeds_host)
+
+
+def test_blocks_are_fetched_before_they_are_read(
+    make: Callable[..., Loader], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sampler_module, "GROUP_BLOCKS", 2)
+    monkeypatch.setattr(loader_module, "GROUP_BLOCKS", 2)
+    told: list[int] = []
+    monkeypatch.setattr(FolderSource, "will_read", lambda _, i: told.extend(i.tolist()))
+    loader = make({}, shuffle_block=3)
+    seen: list[int] = []
+    for batch in loader.batches(1, window_slices(0, 23, 4, 0, 1)):
+        seen += batch.ids.tolist()
+        assert set(seen) <= set(told)
+    assert seen == told == epoch_order(3, 1, 23, block=3).tolist()
+    assert seen != epoch_order(3, 1, 23).tolist()
+    told.clear()
+    list(loader.batches(1, [MicroSlice(14, 23, 0)]))  # resumed: what lies behind is not fetched
+    assert told == seen[14:]
+    loader.close()
 
 
 def test_epochs_and_seeds_differ(make: Callable[..., Loader]) -> None:
@@ -573,7 +594,7 @@ def test_interpreter_exits_with_an_open_iterator(image_root: Path) -> None:
     from lockstep.data.source import FolderSource
     data = Data.model_construct(
         mean=(0.5,) * 3, std=(0.5,) * 3, crop_ratio=1.0, interpolation="bilinear",
-        on_error="stop", exif_rotate=True, prefetch=4, cache="auto", worker_kind="auto",
+        on_error="stop", exif_rotate=True, prefetch=4, cache="auto", worker_kind="auto", shuffle_block=1,
     )
     loader = Loader(
         FolderSource.open(Path(sys.argv[1]), "train"), data, None,

@@ -792,3 +792,20 @@ def test_left_out_is_told(
     told = capsys.readouterr().out
     assert "left out: val/class1/01.png: not an image of a known format" in told
     assert "val: 6 images, 1 left out, 1 shards" in told
+
+
+def test_neighbours_are_fetched_at_once(packed_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, asked = PackedSource.open(packed_root, "train"), []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, *args: asked.append(args))
+    source.will_read(np.array([], dtype=np.int64))
+    assert not asked
+    offsets, sizes = source._arrays["offsets"], source._arrays["sizes"]
+    shards = source._arrays["shards"]
+    source.will_read(np.arange(len(source))[::-1])
+    assert len(asked) == len(np.unique(shards)) > 1  # one stretch of each shard
+    assert all(advice == os.POSIX_FADV_WILLNEED for *_, advice in asked)
+    assert sum(length for _, length, _ in asked) >= sizes.sum()
+    asked.clear()
+    source.will_read(np.array([3, 0, 1]))
+    assert (int(offsets[0]), int(offsets[1] + sizes[1] - offsets[0])) == asked[0][:2]
+    assert (int(offsets[3]), int(sizes[3])) == asked[1][:2]

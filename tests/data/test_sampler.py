@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.data.sampler import (
+    GROUP_BLOCKS,
     MicroSlice,
     epoch_order,
     num_micro_batches,
@@ -30,6 +31,21 @@ def test_order_and_seeds_never_change() -> None:
     """A resumed run on another machine or numpy must meet the same samples."""
     assert epoch_order(0, 0, 8).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
     assert sample_seeds(0, 0, [0, 1]).tolist() == [1195769770526638388, 460431337797920840]
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 999, 20_000])
+def test_order_in_blocks(num_samples: int) -> None:
+    block, group = 8, 8 * GROUP_BLOCKS
+    order = epoch_order(3, 5, num_samples, block=block)
+    assert sorted(order) == list(range(num_samples))
+    np.testing.assert_array_equal(order, epoch_order(3, 5, num_samples, block=block))
+    for start in range(0, num_samples, group):
+        # The last block of all may be shorter, and shifts the ends of what follows it.
+        assert len(np.unique(order[start : start + group] // block)) <= GROUP_BLOCKS + 1
+    if num_samples > group:
+        near = abs(np.diff(order[:group]))
+        assert np.median(near) > num_samples / 8  # blocks from everywhere, well mixed
+        assert (order != epoch_order(3, 6, num_samples, block=block)).mean() > 0.9
 
 
 def test_epoch_order_is_uniform() -> None:

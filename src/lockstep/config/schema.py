@@ -158,6 +158,10 @@ class Data(Section):
         "loop that launches its kernels"
     )
     prefetch: PositiveInt = Field(description="micro-batches prepared ahead")
+    shuffle_block: PositiveInt = Field(
+        description="1: any image may follow any other; more: so many neighbours are read together "
+        "and shuffled with those of 255 other places, for slow disks and packed images"
+    )
 
 
 class Augment(Section):

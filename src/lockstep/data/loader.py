@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import Any
@@ -28,7 +28,7 @@ from lockstep.data.fill import Filler
 from lockstep.data.mixing import box_mask, draw_mixing, is_mixed, mix, pair_bounds
 from lockstep.data.nvjpeg import Decoded, GpuDecoder, NvJpegError
 from lockstep.data.resample import Target, normalise, resample, to_device
-from lockstep.data.sampler import MicroSlice, epoch_order, sample_seeds
+from lockstep.data.sampler import GROUP_BLOCKS, MicroSlice, epoch_order, sample_seeds
 from lockstep.data.source import Source
 from lockstep.data.workers import Buffer, Filled, make_workers
 
@@ -118,6 +118,9 @@ class Loader:
         self._layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
         self._mean = 255 * torch.tensor(data.mean, device=device)
         self._std = 255 * torch.tensor(data.std, device=device)
+        training_in_blocks = augment is not None and data.shuffle_block > 1
+        self._group = data.shuffle_block * GROUP_BLOCKS if training_in_blocks else 0
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._filler = Filler(source, data, augment, self._view)
         self._workers = make_workers(data.worker_kind, self._filler, threads, device)
         self._num_workers = threads
@@ -131,6 +134,7 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; no batches can be had any more."""
+        self._fetcher.shutdown(wait=True, cancel_futures=True)
         self._workers.close()
         if self._gpu_decoder is not None:
             self._gpu_decoder.close()
@@ -217,10 +221,16 @@ class Loader:
     def _prepared(self, epoch: int, slices: Iterable[MicroSlice]) -> Generator[Batch, None, None]:
         order = np.arange(len(self), dtype=np.int64)
         if self._augment is not None:
-            order = epoch_order(self._seed, epoch, len(self))
+            order = epoch_order(self._seed, epoch, len(self), block=self._data.shuffle_block)
         pending: deque[_Pending] = deque()
         try:
+            fetched = 0
             for piece in slices:
+                # A group ahead of what is shuffled together: its blocks are read as a whole.
+                while self._group and fetched <= piece.stop + self._group and fetched < len(order):
+                    part = order[max(fetched, piece.start) : fetched + self._group]
+                    self._fetcher.submit(self.source.will_read, part)
+                    fetched += self._group
                 pending.append(self._submit(epoch, order, piece))
                 if len(pending) > self._data.prefetch:
                     yield self._finish(epoch, pending.popleft())

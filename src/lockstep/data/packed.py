@@ -190,6 +190,24 @@ class PackedSource:
             raise OSError(errno.EIO, "checksum differs", str(self.path(index)))
         return data
 
+    def will_read(self, indices: np.ndarray) -> None:
+        """Let the system fetch these images into its cache, neighbours at once.
+
+        What cannot be fetched is told when it is read.
+        """
+        if not hasattr(os, "posix_fadvise") or not len(indices):
+            return
+        ordered = np.sort(indices)
+        for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
+            shards = self._arrays["shards"][run]
+            for part in np.split(run, np.flatnonzero(np.diff(shards)) + 1):
+                first, last = int(part[0]), int(part[-1])
+                start = int(self._arrays["offsets"][first])
+                stop = int(self._arrays["offsets"][last] + self._arrays["sizes"][last])
+                shard = self.folder / shard_name(int(self._arrays["shards"][first]))
+                with suppress(OSError), shard.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+
     def close(self) -> None:
         """Close the shards; reading opens them again."""
         while self._descriptors:

@@ -75,6 +75,9 @@ class Source(Protocol):
     def read(self, index: int) -> bytes:
         """The image's bytes; raises OSError where they cannot be read."""
 
+    def will_read(self, indices: np.ndarray) -> None:
+        """Let the system fetch what lies together, if it does."""
+
 
 @dataclass(frozen=True, eq=False)
 class FolderSource:
@@ -156,6 +159,9 @@ class FolderSource:
             reason = f"changed since it was listed, {len(data):,} bytes instead of {expected:,}"
             raise OSError(errno.ESTALE, reason, str(self.path(index)))
         return data
+
+    def will_read(self, indices: np.ndarray) -> None:
+        """Nothing: a file here and a file there."""
 
 
 def _list(
