@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint.export import card_path, export_weights, read_card
 from lockstep.checkpoint.manifest import check_law
 from lockstep.checkpoint.store import Store, find_checkpoint
-from lockstep.config.bind import bind, law, load_config
+from lockstep.config.bind import bind_saved, law, load_config
 from lockstep.config.plan import Machine, resolve_device
 from lockstep.config.schema import Config, Fraction, PositiveInt
 from lockstep.data import is_packed, open_split
@@ -151,7 +151,7 @@ def read_export(where: Path, wanted: Wanted) -> Weights:
         state = load_file(path)
     except SafetensorError as exc:
         raise UserError(f"{path}: not a safetensors file ({exc}); export the run again") from exc
-    return Weights(state, bind(made["recipe"]), made, [])
+    return Weights(state, bind_saved(made["recipe"]), made, [])
 
 
 def read_checkpoint(where: Path, wanted: Wanted) -> Weights:

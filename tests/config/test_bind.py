@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from lockstep.config import bind as module
 from lockstep.config.bind import (
+    ADDED,
     NOT_LAW,
     bind,
+    bind_saved,
     did_you_mean,
     fingerprint,
     law,
@@ -203,6 +206,24 @@ def test_a_file_that_is_no_configuration(
     assert not (tmp_path / "executed").exists()
     with pytest.raises(UserError, match=r"absent\.yaml"):
         load_config(tmp_path / "absent.yaml")
+
+
+def test_what_an_earlier_version_saved_can_be_read(tmp_path: Path) -> None:
+    config = bound()
+    save_config(config, tmp_path / "config.yaml")
+    values = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    for key in ADDED:
+        section, name = key.split(".")
+        del values[section][name]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert not ADDED.keys() & law(config).keys()
+    changed = bound("data.shuffle_block=8")
+    assert law(changed) == law(config) | {"data.shuffle_block": 8}
+    assert fingerprint(changed) != fingerprint(config)
+    values.pop("data")
+    with pytest.raises(UserError, match="data"):
+        bind_saved(values)
 
 
 def test_every_key_is_documented_or_speaks_for_itself() -> None:

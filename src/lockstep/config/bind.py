@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import UnionType
@@ -34,6 +35,17 @@ NOT_LAW = (
 
 LAW_ALL_THE_SAME = ("strategy.sync_batchnorm",)
 """Exceptions from :data:`NOT_LAW`: what they change is the result."""
+
+_ABSENT = object()
+
+ADDED: dict[str, Any] = {
+    "data.source": "folder",
+    "data.cache": "auto",
+    "data.gpu_share": None,
+    "data.worker_kind": "auto",
+    "data.shuffle_block": 1,
+}
+"""Keys that came after runs had been saved, and what those did."""
 
 
 def bind(raw: DictConfig | Mapping[str, Any]) -> Config:
@@ -82,7 +94,17 @@ def load_config(path: Path) -> Config:
         raise UserError(f"{path}: {' '.join(str(exc).split())}") from exc
     if not isinstance(raw, DictConfig):
         raise UserError(f"{path}: not a configuration")
-    return bind(raw)
+    return bind_saved(raw)
+
+
+def bind_saved(raw: DictConfig | Mapping[str, Any]) -> Config:
+    """Bind what this version or an earlier one has saved. Raises UserError as :func:`bind` does."""
+    tree = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
+    for key, value in ADDED.items():
+        if OmegaConf.select(tree, key, default=_ABSENT) is _ABSENT:
+            with suppress(OmegaConfBaseException):  # no section to put it in: bind tells
+                OmegaConf.update(tree, key, value, force_add=True)
+    return bind(tree)
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -97,9 +119,11 @@ def law(config: Config) -> dict[str, Any]:
     """The keys that define the result of a run, dotted and flat, with plain values."""
     flat = _flatten(config.model_dump(mode="json", by_alias=True))
     on_device = config.data.cache == "gpu"  # cropped there, pixels differ by a step of 255
+    # What an earlier version did without saying is no difference, neither here nor in a run's name.
     return {
         key: value
         for key, value in flat
+        if ADDED.get(key, _ABSENT) != value
         if key in LAW_ALL_THE_SAME
         or (key == "data.cache" and on_device)
         or not any(fnmatchcase(key, pattern) for pattern in NOT_LAW)
