@@ -178,8 +178,10 @@ def watched_gpu(args: argparse.Namespace) -> Iterator[list[int]]:
         return
     command = "nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits -i 0 -lms 500"
     with subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True) as process:
-        yield used
-        process.terminate()
+        try:
+            yield used
+        finally:
+            process.terminate()
         assert process.stdout is not None
         used += [int(line) for line in process.stdout if line.strip().isdigit()]
 

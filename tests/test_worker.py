@@ -29,7 +29,7 @@ class Decoders:
         self.gpu_share = -1.0
         self._rates, self._why = rates, why
 
-    def why_not_gpu(self) -> str | None:
+    def prepare_gpu(self) -> str | None:
         return self._why
 
     def rates(self, seconds: float) -> tuple[float, float]:
@@ -40,7 +40,9 @@ def shared(
     *overrides: str, loader: Decoders, before: float | None = None
 ) -> tuple[float, list[str]]:
     """The share of all loaders, and what is told."""
-    found: Any = None if before is None else SimpleNamespace(meta={"gpu_share": before})
+    meta = {"law": {}, "data": {}, "progress": {}, "scaler": {}, "optimizer": {}}
+    meta |= {"world_size": 1, "micro_batch": 1, "gpu_share": before}
+    found: Any = None if before is None else SimpleNamespace(meta=meta, path="step-1")
     other = Decoders()
     config = configure("data=digits", "augment.policy=none", *overrides)
     notes = worker.share_decoding(config, found, loader, other)  # type: ignore[arg-type]
@@ -71,5 +73,7 @@ def test_gpus_that_cannot_decode() -> None:
 
 def test_a_resume_keeps_the_share_or_says_so() -> None:
     assert shared("data.decode=auto", loader=Decoders(), before=0.25) == (0.25, [])
+    with pytest.raises(UserError, match=r"step-1: not a checkpoint .*gpu_share"):
+        shared("data.decode=auto", loader=Decoders(), before="x")  # type: ignore[arg-type]
     share, (note,) = shared("data.decode=auto", loader=Decoders(why="no GPU"), before=0.25)
     assert share == 0.0 and "decoded 25% of the JPEGs before and decodes 0% now" in note

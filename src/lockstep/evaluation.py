@@ -223,8 +223,16 @@ def evaluate_weights(
         device=place,
         threads=config.data.workers or here.cores,
     )
-    if loader.why_not_gpu() is None:
-        loader.gpu_share = weights.card.get("gpu_share", 0.0)  # as the run's own evaluation
+    if share := weights.card.get("gpu_share", 0.0):  # as the run's own evaluation
+        reason = loader.prepare_gpu()
+        if reason is None:
+            loader.gpu_share = share
+        else:
+            note = (
+                f"the run's GPU decoded {share:.0%} of the JPEGs, and this one none ({reason}): "
+                "where colours are stored at half the size, pixels differ a little"
+            )
+            notes = [*notes, note]
     model = build(
         model_config,
         image_size=weights.card["image_size"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,9 +22,7 @@ class SharedMemory:
         self._descriptor = os.memfd_create("lockstep")
         os.ftruncate(self._descriptor, num_bytes)
         self.memory = mmap.mmap(self._descriptor, num_bytes)
-        self._pinned = pinned
-        if pinned:
-            torch.cuda.cudart().cudaHostRegister(self._address, num_bytes, 0)
+        self._pinned = pinned and _register(self.tensor())
 
     def __len__(self) -> int:
         return len(self.memory)
@@ -40,15 +39,21 @@ class SharedMemory:
     def close(self) -> None:
         """Give it back, once the GPU is done with it; whoever has mapped it keeps it."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            torch.cuda.cudart().cudaHostUnregister(self.tensor().data_ptr())
             self._pinned = False
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    @property
-    def _address(self) -> int:
-        return self.tensor().data_ptr()
+
+def _register(memory: torch.Tensor) -> bool:
+    """Whether the GPU may copy straight into it now."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0)) == 0:
+        return True
+    # The next launch of a kernel would raise what was refused here: let it be one of no use.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def attach(path: str) -> mmap.mmap:

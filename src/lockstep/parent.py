@@ -8,6 +8,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+UNWANTED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What is meant for a rank reaches its whole group or job; its helpers end when it does."""
 
 
 def die_with_parent(parent: int) -> None:

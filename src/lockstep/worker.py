@@ -299,15 +299,16 @@ def share_decoding(config: Config, found: Found | None, *loaders: Loader) -> lis
         UserError: the GPU shall decode and cannot.
     """
     cfg, train = config.data, loaders[0]
-    before = found.meta.get("gpu_share") if found is not None else None
+    before = checked(found).gpu_share if found is not None else None
     share, notes = {"cpu": 0.0, "gpu": 1.0}.get(cfg.decode, cfg.gpu_share), list[str]()
-    decodes_all = cfg.cache == "gpu" or config.augment.policy != "none"
-    if share != 0 and not decodes_all:
-        reasons = [r for r in dist.gather_objects(train.why_not_gpu()) if r is not None]
+    cpu_alone = cfg.cache in ("ram", "gpu") or config.augment.policy != "none"
+    if share != 0 and not cpu_alone:
+        told = dist.gather_objects([loader.prepare_gpu() for loader in loaders])
+        reasons = [reason for rank in told for reason in rank if reason is not None]
         if reasons and cfg.decode != "auto":
             raise UserError(f"data.decode = {cfg.decode}: {reasons[0]}: use data.decode=cpu")
-        decodes_all = bool(reasons)
-    if decodes_all:
+        cpu_alone = bool(reasons)
+    if cpu_alone:
         share = 0.0
     elif share is None and before is not None:
         share = before
@@ -321,7 +322,7 @@ def share_decoding(config: Config, found: Found | None, *loaders: Loader) -> lis
     if before is not None and before != share:
         notes.append(
             f"the GPU decoded {before:.0%} of the JPEGs before and decodes {share:.0%} now: where "
-            "colours are stored at half the size, pixels differ by a few steps of 255"
+            "colours are stored at half the size, pixels differ a little"
         )
     for loader in loaders:
         loader.gpu_share = share
@@ -361,10 +362,10 @@ class _Saved(BaseModel):
     gpu_share: Fraction = 0.0
 
 
-def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, Any]) -> list[str]:
-    """Load a checkpoint into ``state``; returns what the user should know of it."""
+def checked(found: Found) -> _Saved:
+    """A checkpoint's plain values. Raises UserError."""
     try:
-        _Saved.model_validate(found.meta)
+        return _Saved.model_validate(found.meta)
     except ValidationError as exc:
         wrong = exc.errors(include_url=False)[0]
         raise UserError(
@@ -372,6 +373,11 @@ def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, A
             f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}): resume from another, or start "
             "with resume=never"
         ) from exc
+
+
+def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, Any]) -> list[str]:
+    """Load a checkpoint into ``state``; returns what the user should know of it."""
+    checked(found)
     check_law(found.meta["law"], manifest["law"])
     for split, digest in manifest["data"].items():
         if found.meta["data"].get(split) != digest:

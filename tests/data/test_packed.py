@@ -802,7 +802,7 @@ def test_neighbours_are_fetched_at_once(packed_root: Path, monkeypatch: pytest.M
     offsets, sizes = source._arrays["offsets"], source._arrays["sizes"]
     shards = source._arrays["shards"]
     source.will_read(np.arange(len(source))[::-1])
-    assert len(asked) == len(np.unique(shards)) > 1  # one stretch of each shard
+    assert len(asked) == len(np.unique(shards)) > 1  # one stretch of each shard, all of them small
     assert all(advice == os.POSIX_FADV_WILLNEED for *_, advice in asked)
     assert sum(length for _, length, _ in asked) >= sizes.sum()
     asked.clear()

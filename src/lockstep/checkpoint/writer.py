@@ -33,15 +33,13 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.shards import Tensors
 from lockstep.errors import UserError
 from lockstep.memory import SharedMemory, attach
-from lockstep.parent import die_with_parent
+from lockstep.parent import UNWANTED_SIGNALS, die_with_parent
 
 _ALIGN_BYTES = 4096
 _CHUNK_BYTES = 256 * 2**20
 """Copied from the GPU at a time: other copies from it pass in between."""
 _GPU_RESERVE = 0.05
 """Of the GPU's memory that stays free when it holds a second copy of the state."""
-_UNWANTED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What is meant for the rank reaches its whole group or job; the writer ends with its rank."""
 _FAREWELL_SECONDS = 10.0
 _PATIENCE = timedelta(days=7)
 """How long a disk takes is nobody's mistake, and a peer that dies closes the connection."""
@@ -325,7 +323,7 @@ def _start(theirs: Connection) -> subprocess.Popen[bytes]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     # Blocked signals stay blocked in the process; this one gets what comes meanwhile afterwards.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _UNWANTED_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, UNWANTED_SIGNALS)
     try:
         return subprocess.Popen(
             [sys.executable, "-m", "lockstep.checkpoint.writer", str(theirs.fileno())],

@@ -125,7 +125,7 @@ class Data(Section):
     )
     decode: Literal["cpu", "gpu", "hybrid", "auto"] = Field(
         description="where images are decoded; hybrid: data.gpu_share of the JPEGs by the GPU; "
-        "auto: measured at the start. Pixels differ by a few steps of 255"
+        "auto: measured at the start. Where colours are stored at half the size, pixels differ"
     )
     gpu_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         description="decode=hybrid: share of the JPEGs that the GPU decodes; null: measured at the "

@@ -118,7 +118,7 @@ def _mirrored(image: np.ndarray) -> np.ndarray:
 
 def _resize(image: np.ndarray, box: Box, view: View) -> np.ndarray:
     left, top, right, bottom = box
-    # Copied here: torch would do it with threads of its own, beside those that decode.
+    # Copied here unless it is all: torch would do it with threads of its own, beside the decoders.
     part = np.ascontiguousarray(image[top:bottom, left:right])
     pixels = torch.from_numpy(part).permute(2, 0, 1)[None]
     square = interpolate(

@@ -1,4 +1,4 @@
-"""Decoded images that stay in memory: in the process, or on the device that trains. Level 2."""
+"""Decoded images that stay in memory: of a process and its workers, or of the device that trains. Level 2."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class RamCache:
             start = int(self._used[0])
             self._used[0] += image.nbytes
             if self._is_full:
-                self._pixels.madvise(mmap.MADV_REMOVE)
+                if hasattr(mmap, "MADV_REMOVE"):  # elsewhere the memory is kept for nothing
+                    self._pixels.madvise(mmap.MADV_REMOVE)
                 return
             end = start + image.nbytes
             self._pixels[start:end] = np.ascontiguousarray(image).tobytes()

@@ -21,7 +21,8 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock, local
 from typing import Any
@@ -151,39 +152,38 @@ def decode_part(data: bytes, box: tuple[int, int, int, int]) -> np.ndarray | Non
 
 def _part_decoder() -> tuple[Any, Any, Any] | None:
     """nvImageCodec, told to use the CPU; None where it is not installed (it exists for Linux)."""
-    with _quiet:  # it names each of its own plug-ins that finds no library
+    with _quiet():  # it names each of its own plug-ins that finds no library
         try:
             from nvidia import nvimgcodec as codec
-        except ImportError:
+
+            decoder = codec.Decoder(
+                device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
+                max_num_cpu_threads=1,
+                backends=[codec.Backend(codec.BackendKind.CPU_ONLY)],
+            )
+            params = codec.DecodeParams(
+                apply_exif_orientation=False, color_spec=codec.ColorSpec.SRGB
+            )
+        except Exception:  # noqa: BLE001 - absent, or another version: it only saves time
             return None
-        decoder = codec.Decoder(
-            device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
-            max_num_cpu_threads=1,
-            backends=[codec.Backend(codec.BackendKind.CPU_ONLY)],
-        )
-    params = codec.DecodeParams(apply_exif_orientation=False, color_spec=codec.ColorSpec.SRGB)
     return codec, decoder, params
 
 
-class _Quiet:
-    """What libraries write past Python to the error stream is lost meanwhile; one thread at a time."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._kept = os.dup(2)
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-
-    def __exit__(self, *_: object) -> None:
-        os.dup2(self._kept, 2)
-        os.close(self._kept)
-        self._lock.release()
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries write past Python to the error stream is lost meanwhile."""
+    with _quiet_lock:
+        kept = os.dup(2)
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
-_quiet = _Quiet()
+_quiet_lock = Lock()
 _own = local()
 """A decoder of parts for each thread."""
 

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lockstep.config.schema import Augment, Data
-from lockstep.data.augment import Params, View, apply, draw, eval_image
+from lockstep.data.augment import NO_BOX, Params, View, apply, axes, draw, eval_image
 from lockstep.data.cache import RamCache
 from lockstep.data.decode import DecodeError, decode, decode_part, jpeg_size
 from lockstep.data.source import Source
 from lockstep.data.workers import Filled
 from lockstep.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the squares of n samples lie in images that the device holds."""
+
+    windows: np.ndarray
+    """[n, 2, 6] float32: see ``resample``."""
+    flips: np.ndarray
+    """[n] bool."""
+    erase: np.ndarray
+    """[n, 4] int64."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Placed]) -> Placed:
+        """Those of several, in order."""
+        return cls(
+            np.concatenate([np.zeros((0, 2, 6), np.float32), *(p.windows for p in parts)]),
+            np.concatenate([np.zeros(0, bool), *(p.flips for p in parts)]),
+            np.concatenate([np.zeros((0, 4), np.int64), *(p.erase for p in parts)]),
+        )
 
 
 class Filler:
@@ -81,6 +103,16 @@ class Filler:
         if self._augment is None:
             return None
         return draw(self._augment, seed, width=width, height=height, size=self.view.size)
+
+    def place(self, seed: int, *, width: int, height: int) -> Placed:
+        """What the workers do to a sample of this size, for the device to do."""
+        params = self.draw(seed, width=width, height=height)
+        across, down = axes((width, height), params, self.view)
+        return Placed(
+            np.array([[across.numbers(), down.numbers()]], dtype=np.float32),
+            np.array([params is not None and params.flip]),
+            np.array([NO_BOX if params is None else params.erase], dtype=np.int64),
+        )
 
     def image(self, index: int) -> np.ndarray:
         """[H, W, 3] uint8; raises DecodeError."""

@@ -15,22 +15,24 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from lockstep.config.schema import Augment, Data
-from lockstep.data.augment import View, axes
+from lockstep.data.augment import View
 from lockstep.data.cache import DeviceCache
 from lockstep.data.decode import DecodeError
-from lockstep.data.fill import Filler
+from lockstep.data.fill import Filler, Placed
 from lockstep.data.mixing import box_mask, draw_mixing, is_mixed, mix, pair_bounds
 from lockstep.data.nvjpeg import Decoded, GpuDecoder, NvJpegError
 from lockstep.data.resample import Target, normalise, resample, to_device
 from lockstep.data.sampler import GROUP_BLOCKS, MicroSlice, epoch_order, sample_seeds
 from lockstep.data.source import Source
 from lockstep.data.workers import Buffer, Filled, make_workers
+
+T = TypeVar("T")
 
 _TASK_SAMPLES = 16
 """Samples that a worker takes at once: few enough that closing does not wait long."""
@@ -40,6 +42,8 @@ _PATIENCE_SECONDS = 0.1
 """How often a thread that waits looks whether it shall end."""
 _SHARES = 1000
 """Parts in which a share of the samples is measured."""
+_DECODER_STREAM = 0x6A706567
+"""Of hashes that have nothing to do with those that augment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +126,22 @@ class Loader:
         self._group = data.shuffle_block * GROUP_BLOCKS if training_in_blocks else 0
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._filler = Filler(source, data, augment, self._view)
-        self._workers = make_workers(data.worker_kind, self._filler, threads, device)
+        kind = "thread" if data.cache == "gpu" else data.worker_kind  # they have nothing to do
+        self._workers = make_workers(kind, self._filler, threads, device)
         self._num_workers = threads
         self._gpu_decoder: GpuDecoder | None = None
+        # One for all batches: memory that torch keeps is kept for each stream.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # Now, when the most memory is free and nobody waits for a step.
         self._cache: DeviceCache | None = None
         if data.cache == "gpu":
-            self._cache = DeviceCache(
-                len(source), self._filler.image, device=device, threads=threads
-            )
+            try:
+                self._cache = DeviceCache(
+                    len(source), self._filler.image, device=device, threads=threads
+                )
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """End the workers; no batches can be had any more."""
@@ -152,45 +163,56 @@ class Loader:
         """Samples of this process's slices that could not be read so far."""
         return len(self.skipped)
 
-    def why_not_gpu(self) -> str | None:
-        """Why the device cannot decode JPEGs; None where it can."""
+    def prepare_gpu(self) -> str | None:
+        """Let the device be able to decode; returns why it is not. Before batches are asked for."""
         if self.device.type != "cuda":
             return "it needs an NVIDIA GPU"
-        try:
-            self._on_gpu()
-        except NvJpegError as error:
-            return str(error)
+        if self._gpu_decoder is None:
+            try:
+                self._gpu_decoder = GpuDecoder(
+                    self._filler, self.device, exif_rotate=self._data.exif_rotate
+                )
+            except NvJpegError as error:
+                return str(error)
         return None
 
     def rates(self, seconds: float) -> tuple[float, float]:
         """Measure how fast images are decoded: by the workers alone, and by the device alone.
 
         Args:
-            seconds: for each, about; the device can decode.
+            seconds: for each, about; the device must be prepared.
 
         Returns:
             images per second of the files that it can decode; 0 where there are none.
         """
+        assert self._gpu_decoder is not None
+        decoder = self._gpu_decoder
         order = epoch_order(self._seed, 0, len(self))
         seeds = sample_seeds(self._seed, 0, order)
-        parts = [slice(i, i + _TASK_SAMPLES) for i in range(0, len(order), _TASK_SAMPLES)]
+        depth = 4 * self._num_workers
         shape = (_TASK_SAMPLES, self._view.size, self._view.size, 3)
+        buffers = [self._workers.buffer(shape) for _ in range(depth + 1)]
 
-        def by_workers(part: slice) -> Future[Any]:
+        def by_workers(task: int) -> Future[Filled]:
+            part = slice(task * _TASK_SAMPLES, (task + 1) * _TASK_SAMPLES)
             rows = range(len(order[part]))
-            return self._workers.fill(self._workers.buffer(shape), rows, order[part], seeds[part])
+            return self._workers.fill(buffers[task % len(buffers)], rows, order[part], seeds[part])
 
-        def by_device(part: slice) -> Future[Any]:
-            return self._on_gpu().decode(order[part], seeds[part])
+        def by_device(task: int) -> Future[Decoded]:
+            part = slice(task * _GPU_SAMPLES, (task + 1) * _GPU_SAMPLES)
+            return decoder.decode(order[part], seeds[part])
 
         try:
-            cpu, _ = _rate(by_workers, parts, 4 * self._num_workers, seconds)
+            tasks = -(-len(order) // _TASK_SAMPLES)
+            cpu = _pace(by_workers, lambda filled: len(filled.erase), tasks, depth, seconds)
         finally:
             self._workers.drain()
-        parts = [slice(i, i + _GPU_SAMPLES) for i in range(0, len(order), _GPU_SAMPLES)]
-        gpu, decoded = _rate(by_device, parts, 4, seconds)
-        suited = sum(len(d.rows) for d in decoded) / max(1, _GPU_SAMPLES * len(decoded))
-        return cpu * _TASK_SAMPLES, gpu * _GPU_SAMPLES * suited
+            for buffer in buffers:
+                self._workers.give_back(buffer)
+        tasks = -(-len(order) // _GPU_SAMPLES)
+        gpu = _pace(by_device, lambda decoded: len(decoded.rows), tasks, 4, seconds)
+        torch.cuda.empty_cache()  # whole images, many of them
+        return cpu, gpu
 
     def batches(self, epoch: int, slices: Iterable[MicroSlice]) -> Generator[Batch, None, None]:
         """One batch per slice, in order; an empty slice gives one real sample of weight 0.
@@ -201,20 +223,18 @@ class Loader:
         Raises:
             UserError: an image cannot be read and ``data.on_error`` is ``stop``.
         """
-        if self.device.type != "cuda":
-            yield from self._prepared(epoch, slices)
-            return
-        waited = self.wait_seconds
-        stream = _one_ahead(self._prepared(epoch, slices), self.device)
+        stream = self._prepared(epoch, slices)
+        if self._stream is not None:
+            stream = _one_ahead(stream, self._stream)
         try:
             while True:
                 began = time.perf_counter()
                 batch = next(stream, None)
-                waited += time.perf_counter() - began
-                self.wait_seconds = waited  # what the thread waits is not the consumer's
+                self.wait_seconds += time.perf_counter() - began
                 if batch is None:
                     return
                 yield batch
+                del batch  # or the memory of two would be held while the next one comes
         finally:
             stream.close()
 
@@ -231,11 +251,11 @@ class Loader:
                     part = order[max(fetched, piece.start) : fetched + self._group]
                     self._fetcher.submit(self.source.will_read, part)
                     fetched += self._group
-                pending.append(self._submit(epoch, order, piece))
+                self._submit(epoch, order, piece, pending)
                 if len(pending) > self._data.prefetch:
-                    yield self._finish(epoch, pending.popleft())
+                    yield self._next(epoch, pending)
             while pending:
-                yield self._finish(epoch, pending.popleft())
+                yield self._next(epoch, pending)
         finally:
             self._workers.drain()
             for batch in pending:
@@ -243,7 +263,15 @@ class Loader:
                     batch.on_device.exception()
                 self._workers.give_back(batch.buffer)
 
-    def _submit(self, epoch: int, order: np.ndarray, piece: MicroSlice) -> _Pending:
+    def _next(self, epoch: int, pending: deque[_Pending]) -> Batch:
+        """The first of the pending; what fails stays, to be cleared away."""
+        batch = self._finish(epoch, pending[0])
+        self._workers.give_back(pending.popleft().buffer)
+        return batch
+
+    def _submit(
+        self, epoch: int, order: np.ndarray, piece: MicroSlice, pending: deque[_Pending]
+    ) -> None:
         assert 0 <= piece.start <= piece.stop <= len(order), piece
         if piece.start == piece.stop:
             first = piece.start % len(order)
@@ -263,20 +291,14 @@ class Loader:
         batch = _Pending(
             piece, positions, indices, seeds, places, self._workers.buffer(shape), [], None
         )
+        pending.append(batch)
         if split < len(indices):
             rows = places[split:]
-            batch.on_device = self._on_gpu().decode(indices[rows], seeds[rows])
+            assert self._gpu_decoder is not None, "prepare_gpu comes first"
+            batch.on_device = self._gpu_decoder.decode(indices[rows], seeds[rows])
         if self._cache is None:
             for first in range(0, split, _TASK_SAMPLES):
                 self._fill(batch, range(first, min(first + _TASK_SAMPLES, split)))
-        return batch
-
-    def _on_gpu(self) -> GpuDecoder:
-        if self._gpu_decoder is None:
-            self._gpu_decoder = GpuDecoder(
-                self._filler, self.device, exif_rotate=self._data.exif_rotate
-            )
-        return self._gpu_decoder
 
     def _fill(self, batch: _Pending, rows: range) -> None:
         """Let a worker fill some rows of the buffer."""
@@ -286,7 +308,6 @@ class Loader:
 
     def _finish(self, epoch: int, batch: _Pending) -> Batch:
         """Wait for a batch's tasks and take it to the device."""
-        began = time.perf_counter()
         decoded = batch.on_device.result() if batch.on_device is not None else None
         split = len(batch.places) - (
             0 if decoded is None else len(decoded.rows) + len(decoded.left)
@@ -299,7 +320,6 @@ class Loader:
             filled = task.result()
             erase[batch.places[first : first + len(filled.erase)]] = filled.erase
             reasons |= {int(batch.places[first + r]): why for r, why in filled.reasons.items()}
-        self.wait_seconds += time.perf_counter() - began
 
         size = self._view.size
         images = torch.empty(
@@ -316,7 +336,6 @@ class Loader:
         if self.device.type == "cuda":
             batch.buffer.copied = torch.cuda.Event()
             batch.buffer.copied.record()
-        self._workers.give_back(batch.buffer)
         if decoded is not None:
             self._show_decoded(decoded, batch.places[split:], target, erase)
         if erase.any():
@@ -348,27 +367,24 @@ class Loader:
         reasons: dict[int, str],
     ) -> None:
         """Crop what the device holds decoded; fills ``erase`` and ``reasons`` as a worker does."""
-        windows = np.zeros((len(batch.indices), 2, 6), dtype=np.float32)
-        flips = np.zeros(len(batch.indices), dtype=bool)
+        placed = []
         for row, (index, seed) in enumerate(
             zip(batch.indices.tolist(), batch.seeds.tolist(), strict=True)
         ):
             if index in cache.reasons:
                 reasons[row] = self._filler.refused(index, DecodeError(cache.reasons[index]))
-                continue
             height, width, _ = cache[index].shape
-            params = self._filler.draw(seed, width=width, height=height)
-            windows[row] = [a.numbers() for a in axes((width, height), params, self._view)]
-            if params is not None:
-                flips[row], erase[row] = params.flip, params.erase
+            placed.append(self._filler.place(seed, width=width, height=height))
+        where = Placed.joined(placed)
         resample(
             [cache[index] for index in batch.indices.tolist()],
-            windows,
-            flips,
+            where.windows,
+            where.flips,
             interpolation=self._view.interpolation,
             target=target,
             places=np.arange(len(batch.indices)),
         )
+        erase[:] = where.erase
 
     def _show_decoded(
         self, decoded: Decoded, places: np.ndarray, target: Target, erase: np.ndarray
@@ -376,15 +392,15 @@ class Loader:
         """Crop what the device has decoded."""
         resample(
             decoded.images,
-            decoded.windows,
-            decoded.flips,
+            decoded.placed.windows,
+            decoded.placed.flips,
             interpolation=self._view.interpolation,
             target=target,
             places=places[decoded.rows],
         )
         if decoded.images and self.device.type == "cuda":  # they lie in one piece of memory
             decoded.images[0].record_stream(torch.cuda.current_stream(self.device))
-        erase[places[decoded.rows]] = decoded.erase
+        erase[places[decoded.rows]] = decoded.placed.erase
 
     def _own_part(
         self,
@@ -421,41 +437,45 @@ class Loader:
 def device_takes(indices: np.ndarray, share: float) -> np.ndarray:
     """Which samples the device decodes: the same ones always, whoever asks.
 
-    Two decoders differ by a few steps of 255, so it must not depend on who is faster just now.
+    Two decoders may differ, so it must not depend on who is faster just now.
     """
-    return sample_seeds(0, 0, indices) % _SHARES < round(share * _SHARES)
+    return sample_seeds(0, 0, indices, stream=_DECODER_STREAM) % _SHARES < round(share * _SHARES)
 
 
-def _rate(
-    begin: Callable[[slice], Future[Any]], parts: list[slice], depth: int, seconds: float
-) -> tuple[float, list[Any]]:
-    """Tasks per second, ``depth`` of them at once, behind the first; and their results."""
-    open_tasks: deque[Future[Any]] = deque()
-    results = []
-    began = stop = time.perf_counter()
-    for part in parts:
-        open_tasks.append(begin(part))
-        if len(open_tasks) < depth:
-            continue
-        results.append(open_tasks.popleft().result())
-        stop = time.perf_counter()
-        if len(results) == 1:
-            began = stop
-        if stop - began > seconds:
+def _pace(
+    begin: Callable[[int], Future[T]],
+    count: Callable[[T], int],
+    tasks: int,
+    depth: int,
+    seconds: float,
+) -> float:
+    """Images per second of tasks, ``depth`` of them at once, behind the first one's end."""
+    open_tasks: deque[Future[T]] = deque()
+    images, began, stop = -1, 0.0, 0.0
+    for task in range(tasks + depth):
+        late = images >= 0 and stop - began > seconds
+        if task < tasks and not late:
+            open_tasks.append(begin(task))
+            if len(open_tasks) < depth:
+                continue
+        if not open_tasks:
             break
-    for task in open_tasks:
-        results.append(task.result())
+        done = count(open_tasks.popleft().result())
         stop = time.perf_counter()
-    return (len(results) - 1) / max(stop - began, 1e-9), results
+        if images < 0:
+            images, began = 0, stop
+        else:
+            images += done
+    return max(images, 0) / max(stop - began, 1e-9)
 
 
 def _one_ahead(
-    batches: Generator[Batch, None, None], device: torch.device
+    batches: Generator[Batch, None, None], stream: torch.cuda.Stream
 ) -> Generator[Batch, None, None]:
-    """The same batches, prepared by a thread on a stream of its own while one is used."""
+    """The same batches, prepared by a thread on ``stream`` while one is used."""
     ready: Queue[tuple[Batch, torch.cuda.Event] | BaseException | None] = Queue(maxsize=1)
     ended = threading.Event()
-    stream = torch.cuda.Stream(device, priority=-1)
+    device = stream.device
 
     def put(item: tuple[Batch, torch.cuda.Event] | BaseException | None) -> None:
         while not ended.is_set():
@@ -472,6 +492,7 @@ def _one_ahead(
                     there = torch.cuda.Event()
                     there.record(stream)
                     put((batch, there))
+                    del batch  # it is the consumer's now
                     if ended.is_set():
                         return
             put(None)

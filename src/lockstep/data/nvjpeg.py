@@ -9,19 +9,19 @@ batch that they refuse, the CPU decodes.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from threading import local
+from queue import SimpleQueue
 
 import numpy as np
 import torch
 import torchvision
 
-from lockstep.data.augment import axes
 from lockstep.data.decode import DecodeError, size_for_gpu
-from lockstep.data.fill import Filler
+from lockstep.data.fill import Filler, Placed
 
 _THREADS = 3
 """Some read files while another waits for the engines."""
@@ -152,12 +152,7 @@ class Decoded:
     """Those of the task's that are here."""
     images: list[torch.Tensor]
     """[H, W, 3] uint8 each."""
-    windows: np.ndarray
-    """[rows, 2, 6] float32: see ``resample``."""
-    flips: np.ndarray
-    """[rows] bool."""
-    erase: np.ndarray
-    """[rows, 4] int64."""
+    placed: Placed
     left: list[int]
     """Rows that the CPU must do."""
 
@@ -168,11 +163,11 @@ class GpuDecoder:
     def __init__(self, filler: Filler, device: torch.device, *, exif_rotate: bool) -> None:
         """Raises NvJpegError: see :class:`NvJpeg`."""
         self._filler = filler
-        self._device = device
         self._exif_rotate = exif_rotate
-        self._mine = local()
+        self._idle: SimpleQueue[NvJpeg] = SimpleQueue()
+        for _ in range(_THREADS):
+            self._idle.put(NvJpeg(device))
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="decode-gpu")
-        self._pool.submit(self._nvjpeg).result()
 
     def decode(self, indices: np.ndarray, seeds: np.ndarray) -> Future[Decoded]:
         """Decode some samples.
@@ -200,28 +195,35 @@ class GpuDecoder:
                 rows.append(row)
                 files.append(data)
                 sizes.append(size)
-        images: list[torch.Tensor] = []
-        if files:
-            try:
-                images = self._nvjpeg().decode(files, sizes)
-            except NvJpegError:
-                rows, left = [], list(range(len(indices)))
-        windows = np.zeros((len(rows), 2, 6), dtype=np.float32)
-        flips = np.zeros(len(rows), dtype=bool)
-        erase = np.zeros((len(rows), 4), dtype=np.int64)
-        for i, (row, image) in enumerate(zip(rows, images, strict=True)):
-            height, width, _ = image.shape
-            params = self._filler.draw(int(seeds[row]), width=width, height=height)
-            windows[i] = [a.numbers() for a in axes((width, height), params, self._filler.view)]
-            if params is not None:
-                flips[i], erase[i] = params.flip, params.erase
-        return Decoded(rows, images, windows, flips, erase, left)
+        found = self._images(files, sizes)
+        images = [image for image in found if image is not None]
+        left += [row for row, image in zip(rows, found, strict=True) if image is None]
+        rows = [row for row, image in zip(rows, found, strict=True) if image is not None]
+        placed = [
+            self._filler.place(int(seeds[row]), height=image.shape[0], width=image.shape[1])
+            for row, image in zip(rows, images, strict=True)
+        ]
+        return Decoded(rows, images, Placed.joined(placed), sorted(left))
 
-    def _nvjpeg(self) -> NvJpeg:
-        if not hasattr(self._mine, "nvjpeg"):
-            self._mine.nvjpeg = NvJpeg(self._device)
-        found: NvJpeg = self._mine.nvjpeg
-        return found
+    def _images(
+        self, files: list[bytes], sizes: list[tuple[int, int]]
+    ) -> Sequence[torch.Tensor | None]:
+        """None for what is refused: who is decoded must not depend on whom it came with."""
+        if not files:
+            return []
+        decoder = self._idle.get()
+        try:
+            return decoder.decode(files, sizes)
+        except NvJpegError:
+            if len(files) == 1:
+                return [None]
+        finally:
+            self._idle.put(decoder)
+        return [
+            image
+            for file, size in zip(files, sizes, strict=True)
+            for image in self._images([file], [size])
+        ]
 
 
 def share_for_gpu(cpu: float, gpu: float) -> float:

@@ -59,6 +59,7 @@ _ROWS = 1 << 17
 """Entries that are looked at at once: few enough that checking needs no memory to speak of."""
 _MOST_BYTES = 1 << 31
 """Of one image: what is read at once must not be whatever a stranger asks for."""
+_FETCH_BYTES = 128 * 1024
 _MOST_OPEN = 256
 """Shards that one process keeps open."""
 
@@ -206,7 +207,10 @@ class PackedSource:
                 stop = int(self._arrays["offsets"][last] + self._arrays["sizes"][last])
                 shard = self.folder / shard_name(int(self._arrays["shards"][first]))
                 with suppress(OSError), shard.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+                    # At once it fetches no more than the disk's read-ahead, 128 KiB if not told.
+                    for at in range(start, stop, _FETCH_BYTES):
+                        size = min(_FETCH_BYTES, stop - at)
+                        os.posix_fadvise(file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the shards; reading opens them again."""

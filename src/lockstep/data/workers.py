@@ -28,13 +28,10 @@ import torch
 
 from lockstep.errors import UserError
 from lockstep.memory import SharedMemory, attach
-from lockstep.parent import die_with_parent
+from lockstep.parent import UNWANTED_SIGNALS, die_with_parent
 
 _DEPTH = 2
 """Tasks that a process has at once: the next is there when one is done."""
-_UNWANTED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What is meant for the rank reaches its whole group or job; its workers end with it."""
-_FAREWELL_SECONDS = 5.0
 _NICENESS = 15
 """Launching kernels comes first: a GPU without work costs more than a core."""
 
@@ -144,21 +141,15 @@ class Processes:
 
     def __init__(self, work: Work, count: int, *, pinned: bool) -> None:
         self._pinned = pinned
+        self._owner = os.getpid()
         self._free: deque[Buffer] = deque()
         self._all: list[Buffer] = []
-        self._waiting: deque[tuple[_Task, Future[Filled]]] = deque()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._death: UserError | None = None
-        self._workers: list[_Worker] = []
-        # What the parent has must not be copied by every collection in a child.
-        gc.collect()
-        gc.freeze()
-        for _ in range(count):
-            self._workers.append(_fork(work, self._workers))
-        gc.unfreeze()
-        self._listener = threading.Thread(target=self._listen, name="decode-answers", daemon=True)
-        self._listener.start()
+        self._crew = _Crew(work, count)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [worker.pid for worker in self._crew.workers]
 
     def buffer(self, shape: tuple[int, int, int, int]) -> Buffer:
         size = int(np.prod(shape))
@@ -185,14 +176,65 @@ class Processes:
         assert buffer.shared is not None
         n, height, width, channels = buffer.pixels.shape
         shape = (n, height, width, channels)
-        task = _Task(buffer.shared.path, shape, rows.start, rows.stop, indices, seeds)
+        return self._crew.submit(
+            _Task(buffer.shared.path, shape, rows.start, rows.stop, indices, seeds)
+        )
+
+    def drain(self) -> None:
+        self._crew.drain()
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:  # a child that throws away its copy
+            return
+        self._crew.dismiss("is closed")
+        for buffer in self._all:
+            if buffer.copied is not None:
+                buffer.copied.synchronize()
+            assert buffer.shared is not None
+            buffer.shared.close()
+        self._all, self._free = [], deque()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_crew"):
+            self.close()
+
+
+class WorkerLostError(RuntimeError):
+    """A process that decodes is gone; like the loss of a rank, this may not happen again."""
+
+
+class _Crew:
+    """The processes and their tasks; all that the listening thread holds on to."""
+
+    def __init__(self, work: Work, count: int) -> None:
+        self.workers: list[_Worker] = []
+        self._waiting: deque[tuple[_Task, Future[Filled]]] = deque()
+        self._lock = threading.Lock()
+        self._end: WorkerLostError | None = None
+        # A collection in a child would copy all that the parent has.
+        gc.collect()
+        gc.freeze()
+        try:
+            for _ in range(count):
+                self.workers.append(_fork(work, self.workers))
+        except OSError as error:
+            self.dismiss("could not be started")
+            raise UserError(
+                f"data.workers = {count}: no more processes can be started ({error.strerror}): "
+                "use fewer"
+            ) from error
+        finally:
+            gc.unfreeze()
+        threading.Thread(target=self._listen, name="decode-answers", daemon=True).start()
+
+    def submit(self, task: _Task) -> Future[Filled]:
         future: Future[Filled] = Future()
         with self._lock:
-            if self._death is None:
+            if self._end is None:
                 self._waiting.append((task, future))
                 self._hand_out()
             else:
-                future.set_exception(self._death)
+                future.set_exception(self._end)
         return future
 
     def drain(self) -> None:
@@ -200,34 +242,34 @@ class Processes:
             for _, future in self._waiting:
                 future.cancel()
             self._waiting.clear()
-            begun = [future for worker in self._workers for future in worker.open]
+            begun = [future for worker in self.workers for future in worker.open]
         for future in begun:
             future.exception()
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self.drain()
-        self._closed = True
-        for worker in self._workers:
-            worker.pipe.close()
-        for worker in self._workers:
-            os.kill(worker.pid, signal.SIGKILL)  # nothing of theirs is worth a farewell
-            os.waitpid(worker.pid, 0)
-        self._listener.join(_FAREWELL_SECONDS)
-        for buffer in self._all:
-            if buffer.copied is not None:
-                buffer.copied.synchronize()
-            assert buffer.shared is not None
-            buffer.shared.close()
-
-    def __del__(self) -> None:
-        self.close()
+    def dismiss(self, why: str) -> None:
+        """End the processes; what they had to do fails."""
+        with self._lock:
+            if self._end is not None:
+                return
+            self._end = WorkerLostError(f"a process that decodes images {why}")
+            for worker in self.workers:
+                os.kill(worker.pid, signal.SIGKILL)  # nothing of theirs is worth a farewell
+                with suppress(ChildProcessError):
+                    os.waitpid(worker.pid, 0)
+            tasks = [*self._waiting]
+            self._waiting.clear()
+            lost = [*(future for worker in self.workers for future in worker.open)]
+            lost += [future for _, future in tasks]
+            for worker in self.workers:
+                worker.open.clear()
+        for future in lost:
+            if not future.done():
+                future.set_exception(self._end)
 
     def _hand_out(self) -> None:
         """Give waiting tasks to whoever has least; with the lock held."""
         while self._waiting:
-            worker = min(self._workers, key=lambda w: len(w.open))
+            worker = min(self.workers, key=lambda w: len(w.open))
             if len(worker.open) >= _DEPTH:
                 return
             task, future = self._waiting.popleft()
@@ -238,42 +280,49 @@ class Processes:
                 worker.pipe.send(task)
 
     def _listen(self) -> None:
-        pipes = {worker.pipe: worker for worker in self._workers}
-        while pipes:
-            try:
-                ready = wait(list(pipes))
-            except OSError:  # closed
-                return
-            for pipe in ready:
+        pipes = {worker.pipe: worker for worker in self.workers}
+        how = None
+        while how is None:
+            for pipe in wait(list(pipes)):
                 assert isinstance(pipe, Connection)
                 worker = pipes[pipe]
                 try:
                     answer = pipe.recv()
                 except (EOFError, OSError):
-                    del pipes[pipe]
-                    if not self._closed:
-                        self._bury(worker)
-                    continue
-                with self._lock:
-                    future = worker.open.popleft()
-                    self._hand_out()
-                if isinstance(answer, BaseException):
-                    future.set_exception(answer)
-                else:
-                    future.set_result(answer)
+                    how = _death(worker)
+                    break
+                except Exception:  # noqa: BLE001 - whoever waits must be told, whatever it is
+                    how = f"answers nonsense: {traceback.format_exc()}"
+                    break
+                self._take(worker, answer)
+        self.dismiss(how)
+        for pipe in pipes:
+            pipe.close()
 
-    def _bury(self, worker: _Worker) -> None:
-        """A worker has died; whoever waits for its images is told."""
+    def _take(self, worker: _Worker, answer: Filled | Exception) -> None:
         with self._lock:
-            self._death = UserError(
-                f"a process that decodes images ended unexpectedly (process {worker.pid}; out of "
-                "memory? see dmesg): fewer data.workers need less memory"
-            )
-            for future in [*worker.open, *(future for _, future in self._waiting)]:
-                if not future.cancelled():
-                    future.set_exception(self._death)
-            worker.open.clear()
-            self._waiting.clear()
+            if self._end is not None:
+                return
+            future = worker.open.popleft()
+            self._hand_out()
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+def _death(worker: _Worker) -> str:
+    try:
+        # Looked at alone: its number must stay its own until it is dismissed.
+        found = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # dismissed
+        found = None
+    if found is None:
+        return "has ended"
+    if found.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+        name = signal.Signals(found.si_status).name
+        return f"was killed by {name} (out of memory? see dmesg; fewer data.workers need less)"
+    return f"ended with code {found.si_status}"
 
 
 def make_workers(kind: str, work: Work, count: int, device: torch.device) -> Workers:
@@ -289,21 +338,31 @@ def _fork(work: Work, others: list[_Worker]) -> _Worker:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        theirs.close()
-        return _Worker(pid, ours)
+    # Nothing may interrupt the child before it is one: it would go on as a second parent.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, UNWANTED_SIGNALS)
+    try:
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            return _Worker(pid, ours)
+        _be_a_worker(parent, theirs, [ours, *(other.pipe for other in others)], work)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    raise AssertionError("a worker does not come back")
+
+
+def _be_a_worker(parent: int, pipe: Connection, foreign: list[Connection], work: Work) -> None:
     code = 1
     try:
         die_with_parent(parent)
         os.nice(_NICENESS)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what they load later must not look for a GPU
-        for number in _UNWANTED_SIGNALS:
+        for number in UNWANTED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        ours.close()
-        for other in others:
-            other.pipe.close()
-        _serve(theirs, work)
+        for other in foreign:
+            other.close()
+        torch.set_num_threads(1)  # the pool of OpenMP's threads did not survive the fork
+        _serve(pipe, work)
         code = 0
     except BaseException:  # noqa: BLE001 - the parent's handlers are not for this process
         traceback.print_exc()
@@ -312,22 +371,23 @@ def _fork(work: Work, others: list[_Worker]) -> _Worker:
 
 
 def _serve(pipe: Connection, work: Work) -> None:
-    torch.set_num_threads(1)  # the pool of OpenMP's threads did not survive the fork
     mapped: dict[str, mmap.mmap] = {}
+    """By path: a buffer is closed after the workers are."""
     while True:
         try:
             task: _Task = pipe.recv()
         except EOFError:
             return
-        if task.memory not in mapped:
-            mapped[task.memory] = attach(task.memory)
-        count = int(np.prod(task.shape))
-        pixels = np.frombuffer(mapped[task.memory], np.uint8, count).reshape(task.shape)
         try:
-            pipe.send(work(task.indices, task.seeds, pixels[task.start : task.stop]))
-        except BrokenPipeError:
-            return
+            if task.memory not in mapped:
+                mapped[task.memory] = attach(task.memory)
+            count = int(np.prod(task.shape))
+            pixels = np.frombuffer(mapped[task.memory], np.uint8, count).reshape(task.shape)
+            answer: Filled | Exception = work(
+                task.indices, task.seeds, pixels[task.start : task.stop]
+            )
         except UserError as error:
-            pipe.send(error)
+            answer = error
         except Exception:  # noqa: BLE001 - whoever waits for these rows raises it
-            pipe.send(RuntimeError(traceback.format_exc()))
+            answer = RuntimeError(traceback.format_exc())
+        pipe.send(answer)
