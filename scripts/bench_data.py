@@ -257,6 +257,8 @@ def lockstep(args: argparse.Namespace, root: Path, *overrides: str) -> Batches:
         device=device,
         threads=args.threads,
     )
+    if cfg.data.decode != "cpu" and (reason := loader.prepare_gpu()) is not None:
+        raise UserError(f"data.decode = {cfg.data.decode}: {reason}")
     share = cfg.data.gpu_share
     if cfg.data.decode == "gpu":
         share = 1.0

@@ -398,8 +398,8 @@ class Loader:
             target=target,
             places=places[decoded.rows],
         )
-        if decoded.images and self.device.type == "cuda":  # they lie in one piece of memory
-            decoded.images[0].record_stream(torch.cuda.current_stream(self.device))
+        for image in decoded.images if self.device.type == "cuda" else ():
+            image.record_stream(torch.cuda.current_stream(self.device))
         erase[places[decoded.rows]] = decoded.placed.erase
 
     def _own_part(

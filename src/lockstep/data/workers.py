@@ -256,10 +256,9 @@ class _Crew:
                 os.kill(worker.pid, signal.SIGKILL)  # nothing of theirs is worth a farewell
                 with suppress(ChildProcessError):
                     os.waitpid(worker.pid, 0)
-            tasks = [*self._waiting]
+            lost = [future for worker in self.workers for future in worker.open]
+            lost += [future for _, future in self._waiting]
             self._waiting.clear()
-            lost = [*(future for worker in self.workers for future in worker.open)]
-            lost += [future for _, future in tasks]
             for worker in self.workers:
                 worker.open.clear()
         for future in lost:

@@ -11,6 +11,7 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.durable import atomic_write
 from lockstep.errors import UserError
 from lockstep.telemetry.records import EVAL_KEYS, STEP_KEYS, Record, Row, Sink
 
@@ -71,7 +72,7 @@ class HistoryFile(Sink):
     name = "history.csv"
 
     def __init__(self, path: Path, past: Iterable[Row]) -> None:
-        _replace(path, [",".join(field.name for field in fields(Row)).encode() + b"\n"])
+        atomic_write(path, ",".join(field.name for field in fields(Row)).encode() + b"\n")
         self._file = path.open("a", encoding="utf-8", newline="", buffering=1)
         self._writer = csv.writer(self._file, lineterminator="\n")
         for row in past:
@@ -117,7 +118,7 @@ def _drop_lines(path: Path, keep_to_step: int) -> int:
             num_beyond += record is not None and record["step"] > keep_to_step
     if num_damaged or num_beyond:
         kept = (line for line, record in _lines(path) if record["step"] <= keep_to_step)
-        _replace(path, kept)
+        atomic_write(path, b"".join(kept))
     return num_damaged - torn
 
 
@@ -140,20 +141,6 @@ def _line(record: Record) -> str:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _replace(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a whole file so that readers see the old content or the new one."""
-    partial = path.with_name(f".{path.name}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _refused(path: Path, exc: OSError) -> UserError:
