@@ -1,12 +1,15 @@
-"""Memory that several processes see, and that the GPU copies from and to. Level 0."""
+"""Memory that several processes see, that the GPU copies from, that is used again. Level 0."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 
@@ -60,3 +63,31 @@ def attach(path: str) -> mmap.mmap:
     """Map another process's :class:`SharedMemory`."""
     with Path(path).open("r+b") as file:
         return mmap.mmap(file.fileno(), 0)
+
+
+class Recycled:
+    """Host memory for one large tensor after the other.
+
+    The allocator gives large pieces back to the system, and to get fresh ones costs as long as
+    filling them with images.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A float32 tensor of any content, in memory that no other living tensor looks at."""
+        count = math.prod(shape)
+        fits = (i for i in range(len(self._kept)) if self._is_free(i, count))
+        at = next(fits, None)
+        kept = np.empty(count, dtype=np.float32) if at is None else self._kept.pop(at)
+        # One more that is free is for a batch that is held while the next is made.
+        idle = [i for i in range(len(self._kept)) if self._is_free(i, 0)]
+        for i in reversed(idle[1:]):
+            del self._kept[i]
+        self._kept.append(kept)
+        return torch.from_numpy(kept)[:count].view(shape)
+
+    def _is_free(self, at: int, count: int) -> bool:
+        # This list and the call: the storage of a tensor, and so all its views, would be a third.
+        return len(self._kept[at]) >= count and sys.getrefcount(self._kept[at]) == 2

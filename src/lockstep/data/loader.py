@@ -31,6 +31,7 @@ from lockstep.data.resample import Target, normalise, resample, to_device
 from lockstep.data.sampler import GROUP_BLOCKS, MicroSlice, epoch_order, sample_seeds
 from lockstep.data.source import Source
 from lockstep.data.workers import Buffer, Filled, make_workers
+from lockstep.memory import Recycled
 
 T = TypeVar("T")
 
@@ -130,6 +131,7 @@ class Loader:
         self._workers = make_workers(kind, self._filler, threads, device)
         self._num_workers = threads
         self._gpu_decoder: GpuDecoder | None = None
+        self._recycled = Recycled()
         # One for all batches: memory that torch keeps is kept for each stream.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         # Now, when the most memory is free and nobody waits for a step.
@@ -322,9 +324,11 @@ class Loader:
             reasons |= {int(batch.places[first + r]): why for r, why in filled.reasons.items()}
 
         size = self._view.size
-        images = torch.empty(
-            (len(batch.places), 3, size, size), device=self.device, memory_format=self._layout
-        )
+        shape = (len(batch.places), 3, size, size)
+        if self.device.type == "cpu":
+            images = self._recycled.empty(shape)
+        else:
+            images = torch.empty(shape, device=self.device, memory_format=self._layout)
         target = Target(images, self._mean, self._std)
         if self._cache is not None:
             self._show_cached(batch, self._cache, target, erase, reasons)
