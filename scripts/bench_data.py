@@ -48,6 +48,9 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 SIZE, MEAN, STD = 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHORT_SIDE = 256
 
+SETTLED_SECONDS = 3
+"""A folder that has just changed is not remembered."""
+
 Batches = Generator[torch.Tensor, None, None]
 WARM_UP = 4
 
@@ -389,6 +392,7 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
             root = Path(folder)
             make_links(files, root / "train", number)
+            time.sleep(SETTLED_SECONDS)
             before, began = peak_bytes(), time.perf_counter()
             cfg = configured(f"data.root={root}", "data.cache=off")
             source = open_split(cfg.data, "train")
