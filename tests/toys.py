@@ -26,9 +26,16 @@ def nowhere(phase: str) -> None:
     """Hears where a step is, and forgets."""
 
 
-def precision(name: str = "fp32", *, scale: float = 1024.0, interval: int = 3) -> Precision:
+def precision(
+    name: str = "fp32", *, scale: float = 1024.0, interval: int = 3, residual: str = "fp32"
+) -> Precision:
     return Precision.model_validate(
-        {"name": name, "initial_scale": scale, "growth_interval": interval}
+        {
+            "name": name,
+            "initial_scale": scale,
+            "growth_interval": interval,
+            "residual": residual,
+        }
     )
 
 

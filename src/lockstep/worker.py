@@ -33,16 +33,23 @@ from lockstep.data.loader import Loader
 from lockstep.data.nvjpeg import share_for_gpu
 from lockstep.data.source import Source
 from lockstep.durable import atomic_write
+from lockstep.engine.graphs import PassGraphs
 from lockstep.engine.guard import RollBack
 from lockstep.engine.loop import StopRequest, Training, fit, main_result
 from lockstep.engine.state import Progress, TrainState
 from lockstep.errors import Stopped, UserError
 from lockstep.models.batchnorm import RunningStatistics
 from lockstep.models.build import blocks, build, no_decay_names
+from lockstep.models.fast import speed_up
 from lockstep.optim.build import build_optimizer
 from lockstep.optim.ema import WeightAverage
 from lockstep.strategy import build_strategy
-from lockstep.strategy.precision import LossScaler, set_matmul_precision
+from lockstep.strategy.precision import (
+    LossScaler,
+    lower_residuals,
+    set_matmul_precision,
+    use_fp8,
+)
 from lockstep.telemetry import Telemetry, open_telemetry
 from lockstep.telemetry.phases import Phases
 
@@ -167,8 +174,12 @@ def compose(
             meta=meta,
         )
     )
-    if config.compile != "off":
-        compile_in_place(model, by_block=strategy.materialises_meta)
+    if config.precision.name == "fp8":
+        dist.together(lambda: use_fp8(model, device))
+    if config.precision.residual == "low":
+        lower_residuals(model, config.precision)
+    if plan.compile != "off":
+        compile_in_place(model, plan.compile, by_block=strategy.materialises_meta)
     if device.type == "cuda" and not strategy.materialises_meta:
         # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.
         model.to(memory_format=torch.channels_last)
@@ -191,6 +202,9 @@ def compose(
         ema=WeightAverage(model, statistics.buffers, config.ema) if config.ema.enabled else None,
         progress=Progress(),
     )
+
+    recordable = plan.strategy == "single" and not config.model.activation_checkpointing
+    records = plan.compile == "graphs" or (plan.compile == "max" and recordable)
 
     manifest = {
         "law": law(config),
@@ -236,6 +250,7 @@ def compose(
         device=device,
         strategy=strategy,
         state=state,
+        graphs=PassGraphs(list(model.parameters())) if records and device.type == "cuda" else None,
         train_loader=train_loader,
         val_loader=val_loader,
         store=store,
@@ -255,14 +270,19 @@ def make_deterministic() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # has no deterministic backward pass
 
 
-def compile_in_place(model: torch.nn.Module, *, by_block: bool) -> None:
+def compile_in_place(model: torch.nn.Module, mode: str, *, by_block: bool) -> None:
     """Compile without changing names; blocks alone under FSDP, whose hooks lie between them."""
+    # What was compiled is kept, and not in /tmp, which the next start of the machine empties.
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "lockstep" / "compiled"))
     # Blocks of one class share a cache, in which each shape and mode takes a place.
     torch._dynamo.config.recompile_limit = 64
+    options = {"options": {"max_autotune": True}} if mode == "max" else {}
     for part in blocks(model) if by_block else [model]:
+        speed_up(part)
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
         # slower, and inductor fails on BatchNorm's.
-        part.compile(dynamic=False if by_block else None)
+        part.compile(dynamic=False if by_block else None, **options)
 
 
 def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loader, Loader]:

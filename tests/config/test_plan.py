@@ -14,6 +14,7 @@ from tests.runs import configure
 
 CPU = Machine(num_gpus=0, cores=4, gpu_memory_bytes=None)
 EIGHT = Machine(num_gpus=8, cores=64, gpu_memory_bytes=80 * GIB)
+ONE = replace(EIGHT, num_gpus=1)
 DATA = DataFacts(num_train=1000, num_val=100, num_classes=10)
 MODEL = ModelFacts(
     parameters=1_000_000, forward_flops=10**9, activation_bytes=10**6, has_batchnorm=False
@@ -307,6 +308,28 @@ def test_checkpointing_and_offload_need_less() -> None:
             id="compiled checkpointing of BatchNorm",
         ),
         pytest.param(
+            ["compile=graphs", "device=cpu"], {}, "use compile=default", id="graphs on the CPU"
+        ),
+        pytest.param(
+            ["compile=graphs", "strategy=ddp"],
+            {"machine": EIGHT},
+            "compile = graphs is for one GPU, and strategy is ddp",
+            id="graphs on several GPUs",
+        ),
+        pytest.param(
+            ["compile=graphs", "strategy=single", "model.activation_checkpointing=true"],
+            {"machine": EIGHT},
+            "cannot be recorded; use compile=default",
+            id="recorded recomputing",
+        ),
+        pytest.param(["precision=fp8"], {}, "precision = fp8 needs a GPU", id="8 bits on the CPU"),
+        pytest.param(
+            ["precision=fp8", "compile=off"],
+            {"machine": EIGHT},
+            "with compile=off is slower",
+            id="8 bits not compiled",
+        ),
+        pytest.param(
             ["batch.micro=65", "batch.global=64"],
             {},
             "batch.micro = 65 is larger than batch.global = 64",
@@ -414,3 +437,32 @@ def test_text_tells_what_the_user_asks_for() -> None:
         "64 thread(s)",
     ):
         assert told in text, told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "expected"),
+    [
+        pytest.param(["steps=5000"], {}, "off", id="CPU"),
+        pytest.param(["steps=5000"], {"machine": ONE}, "graphs", id="one GPU"),
+        pytest.param(["steps=5000"], {"machine": EIGHT}, "default", id="several"),
+        pytest.param(["steps=5000", "strategy=fsdp"], {"machine": EIGHT}, "default", id="fsdp"),
+        pytest.param(["steps=5000", "strategy=dp"], {"machine": EIGHT}, "off", id="dp"),
+        pytest.param(["steps=999"], {"machine": ONE}, "off", id="too short to earn it"),
+        pytest.param(["steps=9", "precision=fp8"], {"machine": ONE}, "graphs", id="8 bits need it"),
+        pytest.param(
+            ["steps=5000", "model.activation_checkpointing=true"],
+            {"machine": ONE},
+            "default",
+            id="recomputing is not recorded",
+        ),
+        pytest.param(
+            ["steps=5000", "model.activation_checkpointing=true"],
+            {"machine": ONE, "model": BATCHNORM},
+            "off",
+            id="recomputing BatchNorm",
+        ),
+        pytest.param(["steps=9", "compile=max"], {"machine": EIGHT}, "max", id="as told"),
+    ],
+)
+def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> None:
+    assert plan("compile=auto", *overrides, **facts).compile == expected

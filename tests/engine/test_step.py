@@ -44,6 +44,7 @@ def accumulate(
             window=len(IMAGES),
             last=i == len(slices) - 1,
             label_smoothing=smoothing,
+            graphs=None,
             enter=nowhere,
         )
     return sums
@@ -109,6 +110,7 @@ def test_a_dummy_changes_nothing(norm: bool) -> None:
         window=12,
         last=True,
         label_smoothing=0.0,
+        graphs=None,
         enter=nowhere,
     )
     after = state.model.state_dict()
@@ -132,6 +134,7 @@ def test_a_lone_sample_of_a_batchnorm_model() -> None:
         window=1,
         last=True,
         label_smoothing=0.0,
+        graphs=None,
         enter=nowhere,
     )
     model = network(batchnorm=True)

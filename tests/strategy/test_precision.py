@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import timm
 import torch
 
+from lockstep.errors import UserError
 from lockstep.strategy.precision import (
     LossScaler,
     autocast,
     autocast_dtype,
+    lower_residuals,
     set_matmul_precision,
+    use_fp8,
 )
 from tests.toys import CPU, precision
 
@@ -81,3 +85,29 @@ def test_state_there_and_back() -> None:
     other.load(scaler.state())
     assert other.state() == scaler.state() == {"scale": 4.0, "good_steps": 2}
     assert other.step_is_good(GOOD) and other.scale == 8.0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_what_blocks_hand_on(name: str, dtype: torch.dtype) -> None:
+    cfg = precision(name, residual="low")
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=5)
+    lower_residuals(vit, cfg)
+    seen: list[torch.dtype] = []
+    for block in vit.blocks:
+        block.norm1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    images = torch.randn(2, 3, 32, 32)
+    with autocast(cfg, CPU):
+        vit(images).sum().backward()
+    assert seen == [dtype] * 3
+    assert {p.grad.dtype for p in vit.parameters() if p.grad is not None} == {torch.float32}
+    seen.clear()
+    vit(images)
+    assert seen == [torch.float32] * 3, "evaluated in fp32, it is fp32"
+
+
+def test_fp8_where_nothing_gains() -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
+    with pytest.raises(UserError, match="no Linear layer of 1024 x 1024"):
+        use_fp8(vit, CPU)

@@ -63,6 +63,7 @@ def check_gradient(name: str, shard: str, micro: int | None) -> None:
                 window=len(IMAGES),
                 last=i == len(slices) - 1,
                 label_smoothing=0.1,
+                graphs=None,
                 enter=nowhere,
             )
         found = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}

@@ -44,6 +44,7 @@ ADDED: dict[str, Any] = {
     "data.gpu_share": None,
     "data.worker_kind": "auto",
     "data.shuffle_block": 1,
+    "precision.residual": "fp32",
 }
 """Keys that came after runs had been saved, and what those did."""
 

@@ -14,6 +14,8 @@ from lockstep.config.schema import Config
 from lockstep.errors import UserError
 
 GIB = 2**30
+COMPILING_PAYS_FROM = 1000
+"""Steps. Compiling takes about a minute, which a step of 40 ms earns back in 1,000 to 10,000."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Plan:
     peak_lr: float
     lr_rule: str
     image_size: int
+    compile: str
     threads: int
     data: DataFacts
     model: ModelFacts
@@ -114,6 +117,7 @@ class Plan:
             ("FLOPs", (f"{self.model.forward_flops / 1e9:.2f} G an image forward, "
                        f"{flops / 1e12:.2f} T a step")),
             ("memory/device", f"about {total / GIB:.2f} GiB{of} ({parts})"),
+            ("compile", self.compile),
             ("decoding", f"{self.threads} thread(s) a process"),
         ]  # fmt: skip
         width = max(len(name) for name, _ in rows)
@@ -135,6 +139,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     strategy = resolve_strategy(config, world)
     shard = _shard_processes(config, strategy, world, processes, problems)
     _check_strategy(config, device, strategy, world, model, problems, notes)
+    _check_speed(config, device, strategy, problems)
     _check_data(config, data, device, problems)
 
     batch = config.batch
@@ -184,6 +189,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         peak_lr=peak,
         lr_rule=rule,
         image_size=config.model.image_size or config.data.image_size,
+        compile=resolve_compile(config, device, strategy, total_steps, model),
         threads=threads,
         data=data,
         model=model,
@@ -227,6 +233,20 @@ def resolve_strategy(config: Config, world: int) -> str:
     if config.strategy.name != "auto":
         return config.strategy.name
     return "single" if world == 1 else "ddp"
+
+
+def resolve_compile(
+    config: Config, device: str, strategy: str, total_steps: int, model: ModelFacts
+) -> str:
+    """``auto`` compiles on a GPU, where the run is long enough to earn it back."""
+    wanted = config.compile
+    if wanted != "auto":
+        return wanted
+    recomputes = config.model.activation_checkpointing
+    short = total_steps < COMPILING_PAYS_FROM and config.precision.name != "fp8"
+    if device != "cuda" or strategy == "dp" or short or (recomputes and model.has_batchnorm):
+        return "off"
+    return "graphs" if strategy == "single" and not recomputes else "default"
 
 
 def peak_lr(config: Config) -> tuple[float, str]:
@@ -333,13 +353,43 @@ def _check_strategy(
             "BatchNorm statistics are per micro-batch: set batch.micro to get the same curve at "
             "another number of processes"
         )
-    if config.compile != "off" and config.model.activation_checkpointing and model.has_batchnorm:
+    if (
+        config.compile not in ("off", "auto")
+        and config.model.activation_checkpointing
+        and model.has_batchnorm
+    ):
         problems.append(
             f"model.activation_checkpointing = true with compile={config.compile}: torch.compile "
             "cannot recompute BatchNorm without counting its statistics twice; use one of the two"
         )
     if config.precision.name == "fp16" and config.ema.enabled:
         notes.append("fp16: steps skipped by the loss scaler still count as steps")
+
+
+def _check_speed(config: Config, device: str, strategy: str, problems: list[str]) -> None:
+    graphs = f"compile = {config.compile}"
+    if config.compile == "graphs" and device != "cuda":
+        problems.append(f"{graphs} needs a GPU, and device is {device}: use compile=default")
+    elif config.compile == "graphs" and strategy != "single":
+        problems.append(
+            f"{graphs} is for one GPU, and strategy is {strategy}: gradients that are sent between "
+            "GPUs cannot be recorded; use compile=default"
+        )
+    elif config.compile == "graphs" and config.model.activation_checkpointing:
+        problems.append(
+            f"{graphs}: model.activation_checkpointing = true cannot be recorded; use "
+            "compile=default"
+        )
+    if config.precision.name == "fp8" and device != "cuda":
+        problems.append(
+            f"precision = fp8 needs a GPU with 8-bit tensor cores, and device is {device}: use "
+            "precision=bf16"
+        )
+    elif config.precision.name == "fp8" and config.compile == "off":
+        problems.append(
+            "precision = fp8 with compile=off is slower than precision=bf16: scaling and rounding "
+            "are kernels of their own then; use compile=auto"
+        )
 
 
 def _check_data(config: Config, data: DataFacts, device: str, problems: list[str]) -> None:
@@ -386,7 +436,7 @@ def _memory(
         config.optimizer.name.lower(), 2
     )
     full = config.strategy.shard == "full"
-    half = config.precision.name in ("bf16", "fp16")
+    half = config.precision.name in ("bf16", "fp16", "fp8")
     activations = model.activation_bytes * micro // (2 if half else 1)
     if config.model.activation_checkpointing:
         activations //= 8

@@ -91,7 +91,13 @@ class Strategy(Section):
 class Precision(Section):
     """Number format of the arithmetic. Weights and optimiser state stay fp32."""
 
-    name: Literal["fp32", "tf32", "bf16", "fp16"]
+    name: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = Field(
+        description="fp8: bf16, and wide Linear layers of the blocks in 8 bits (torchao)"
+    )
+    residual: Literal["fp32", "low"] = Field(
+        description="what a block hands to the next, where arithmetic is of 16 bits; low: 16 bits, "
+        "too; fp32: as autocast has it"
+    )
     initial_scale: PositiveFloat = Field(description="fp16: first loss scale")
     growth_interval: PositiveInt = Field(description="fp16: good steps before the scale doubles")
 
@@ -330,7 +336,11 @@ class Config(Section):
         description="bit for bit the same on the same hardware, for the price of speed; without "
         "it, GPU sums differ in their last bits from run to run"
     )
-    compile: Literal["off", "default"] = Field(description="torch.compile")
+    compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
+        description="default: torch.compile; graphs: and each forward and backward pass recorded as "
+        "one CUDA graph (one GPU); max: and kernels chosen by trial, which takes minutes; auto: "
+        "graphs or default on a GPU, for runs of 1,000 steps and more"
+    )
     run: Run
     batch: Batch
     model: Model

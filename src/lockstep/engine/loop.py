@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -24,6 +25,7 @@ from lockstep.config.schema import (
 from lockstep.data.loader import Batch, Loader
 from lockstep.data.sampler import num_micro_batches, window_slices
 from lockstep.engine.evaluate import Interrupted, evaluate
+from lockstep.engine.graphs import PassGraphs
 from lockstep.engine.guard import StepGuard, StragglerWatch
 from lockstep.engine.record import Recorder
 from lockstep.engine.state import Progress, TrainState
@@ -66,6 +68,7 @@ class Training:
     device: torch.device
     strategy: Strategy
     state: TrainState
+    graphs: PassGraphs | None
     train_loader: Loader
     val_loader: Loader
     store: Store
@@ -88,9 +91,13 @@ def fit(t: Training) -> dict[str, EvalResult]:
     """
     recorder = build_recorder(t)
     pause(t, recorder)
+    began: float | None = time.perf_counter() if t.plan.compile != "off" else None
     while t.state.progress.step < t.plan.total_steps:
         for window, batches in epoch_windows(t):
             train_window(t, window, batches, recorder)
+            if began is not None:
+                tell_compiling(t, began)
+                began = None
             if t.store.wants_memory:
                 t.store.reserve(t.state.tensors())  # not before the optimiser has its state
             pause(t, recorder)
@@ -101,6 +108,16 @@ def fit(t: Training) -> dict[str, EvalResult]:
         except Interrupted:
             raise Stopped("stopped in the last evaluation; everything is saved") from None
     return t.results
+
+
+def tell_compiling(t: Training, began: float) -> None:
+    """Say what the first step took, most of which is compiling."""
+    if t.device.type == "cuda":
+        torch.cuda.synchronize(t.device)
+    t.telemetry.message(
+        f"compile={t.plan.compile}: the first step took {time.perf_counter() - began:.0f} s; what "
+        "was compiled is kept for the next start"
+    )
 
 
 def pause(t: Training, recorder: Recorder) -> None:
@@ -176,6 +193,7 @@ def train_window(
             window=window_size(window),
             last=i == rounds - 1,
             label_smoothing=t.label_smoothing,
+            graphs=t.graphs,
             enter=lambda phase: phases.enter(phase, progress.step),
         )
         phases.enter("data", progress.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from lockstep import dist
 from lockstep.config.schema import Precision
 from lockstep.data.loader import Batch
+from lockstep.engine.graphs import PassGraphs
 from lockstep.engine.state import TrainState
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.precision import autocast
@@ -97,6 +99,7 @@ def micro_step(
     window: int,
     last: bool,
     label_smoothing: float,
+    graphs: PassGraphs | None,
     enter: Callable[[str], None],
 ) -> None:
     """Forward and backward of one micro-batch; ``enter`` hears which of them begins.
@@ -112,22 +115,36 @@ def micro_step(
         state.statistics.before_micro_batch(batch.slice.index)
     # Whatever draws from the global generator (dropout) depends on the position, not on the rank.
     torch.manual_seed(int(batch.seeds_host[0]))
+
+    def forward(*of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        images, targets, weights, seeds = of
+        with autocast(precision, images.device):
+            logits = state.module(images, seeds=seeds)
+        losses = F.cross_entropy(
+            logits.float(), targets, reduction="none", label_smoothing=label_smoothing
+        )
+        return (losses * weights).sum(), losses
+
+    def both(*of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, losses = forward(*of[:-1])
+        (loss * of[-1]).backward()
+        return loss.detach(), losses.detach()
+
+    factor = strategy.loss_factor * state.scaler.scale / window
+    inputs = (batch.images, batch.targets, batch.weights, batch.seeds)
     with strategy.micro_batch(last=last):
         enter("forward")
         sums.forward.start()
-        with autocast(precision, batch.images.device):
-            if dummy:
-                with state.statistics.unchanged():
-                    logits = state.module(batch.images, seeds=batch.seeds)
-            else:
-                logits = state.module(batch.images, seeds=batch.seeds)
-        losses = F.cross_entropy(
-            logits.float(), batch.targets, reduction="none", label_smoothing=label_smoothing
-        )
-        loss = (losses * batch.weights).sum()
-        sums.forward.stop()
-        enter("backward")
-        (loss * (strategy.loss_factor * state.scaler.scale / window)).backward()
+        if graphs is not None and not dummy:
+            loss, losses = graphs(both, (*inputs, torch.full_like(sums.loss, factor)))
+            losses = losses.clone()
+            sums.forward.stop()
+        else:
+            with state.statistics.unchanged() if dummy else nullcontext():
+                loss, losses = forward(*inputs)
+            sums.forward.stop()
+            enter("backward")
+            (loss * factor).backward()
     sums.loss += loss.detach()
     sums.losses.add(batch.ids, losses.detach(), batch.weights)
     sums.samples += len(batch.ids)

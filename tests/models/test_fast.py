@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from lockstep.models.fast import FastGELU, PatchConv, StemConv, speed_up
+
+
+@pytest.mark.parametrize("size", [(16, 24), (17, 27), (31, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("layer", "replaced_by"),
+    [
+        pytest.param(nn.Conv2d(3, 5, 7, 2, 3, bias=False), StemConv, id="7x7"),
+        pytest.param(nn.Conv2d(3, 5, 3, 2, 1), StemConv, id="3x3"),
+        pytest.param(nn.Conv2d(1, 5, 5, 2, 2), StemConv, id="5x5, grey"),
+        pytest.param(nn.Conv2d(3, 5, 4, 4), PatchConv, id="patches"),
+        pytest.param(nn.Conv2d(3, 5, (2, 4), (2, 4), bias=False), PatchConv, id="oblong patches"),
+        pytest.param(nn.Conv2d(3, 5, 7, 2, 2), nn.Conv2d, id="off centre"),
+        pytest.param(nn.Conv2d(3, 5, (3, 7), 2, (1, 3)), nn.Conv2d, id="oblong"),
+        pytest.param(nn.Conv2d(3, 5, 3, 1, 1), nn.Conv2d, id="stride 1"),
+        pytest.param(nn.Conv2d(3, 3, 3, 2, 1, groups=3), nn.Conv2d, id="depthwise"),
+        pytest.param(nn.Conv2d(3, 5, 3, 2, 1, padding_mode="reflect"), nn.Conv2d, id="reflect"),
+    ],
+)
+def test_convolutions(layer: nn.Conv2d, replaced_by: type, size: tuple[int, int]) -> None:
+    images = torch.randn(2, layer.in_channels, *size, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in layer.named_parameters()]
+    layer = layer.double()
+    layer.__class__ = nn.Conv2d
+    expected = layer(images)
+    wanted = torch.autograd.grad(expected.square().sum(), [images, *layer.parameters()])
+    speed_up(nn.Sequential(layer))
+    assert type(layer) is replaced_by
+    assert [name for name, _ in layer.named_parameters()] == names
+    output = layer(images)
+    torch.testing.assert_close(output, expected)
+    found = torch.autograd.grad(output.square().sum(), [images, *layer.parameters()])
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gelu(dtype: torch.dtype) -> None:
+    x = torch.linspace(-12, 12, 4001).to(dtype).requires_grad_()
+    weights = torch.linspace(-1, 1, 4001)
+    found = FastGELU()(x)
+    (slope,) = torch.autograd.grad((found * weights).sum(), x)
+    exact = x.detach().double().requires_grad_()
+    expected = nn.functional.gelu(exact)
+    (wanted,) = torch.autograd.grad((expected * weights.double()).sum(), exact)
+    assert found.dtype == dtype
+    spacing = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=spacing, atol=1e-6)
+    torch.testing.assert_close(slope.double(), wanted, rtol=spacing, atol=1e-6)
+
+
+def test_networks() -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5)
+    resnet = timm.create_model("resnet18", num_classes=5)
+    names = list(vit.state_dict()), list(resnet.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    expected = vit(images), resnet.eval()(images)
+    speed_up(vit)
+    speed_up(resnet)
+    assert sum(isinstance(layer, FastGELU) for layer in vit.modules()) == 12
+    assert isinstance(vit.patch_embed.proj, PatchConv) and isinstance(resnet.conv1, StemConv)
+    assert (list(vit.state_dict()), list(resnet.state_dict())) == names
+    torch.testing.assert_close((vit(images), resnet(images)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gelu_that_is_an_approximation_stays() -> None:
+    layers = nn.Sequential(nn.GELU("tanh"), nn.SiLU())
+    speed_up(layers)
+    assert [type(layer) for layer in layers] == [nn.GELU, nn.SiLU]
