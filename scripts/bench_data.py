@@ -42,7 +42,9 @@ from lockstep.data.loader import Loader
 from lockstep.data.nvjpeg import share_for_gpu
 from lockstep.data.pack import pack
 from lockstep.data.sampler import window_slices
+from lockstep.engine.graphs import PassGraphs
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.worker import compile_in_place
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 SIZE, MEAN, STD = 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -190,20 +192,25 @@ def watched_gpu(args: argparse.Namespace) -> Iterator[list[int]]:
 
 
 def trainer(args: argparse.Namespace) -> Callable[[torch.Tensor], None]:
-    """A compiled training step; at most two steps are queued, as in a real loop that logs."""
+    """A step as compile=graphs has it; at most two are queued, as in a real loop that logs."""
     from timm import create_model
 
     model = create_model(args.train).to(args.device)
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    compiled = torch.compile(model)
+    compile_in_place(model, "graphs", by_block=False)
+    graphs = PassGraphs(list(model.parameters()))
     targets = torch.randint(1000, (args.batch,), device=args.device)
     queued: deque[torch.cuda.Event] = deque()
 
-    def step(images: torch.Tensor) -> None:
+    def both(images: torch.Tensor) -> tuple[torch.Tensor]:
         with torch.autocast(torch.device(args.device).type, torch.bfloat16):
-            loss = torch.nn.functional.cross_entropy(compiled(images), targets[: len(images)])
+            loss = torch.nn.functional.cross_entropy(model(images), targets[: len(images)])
         loss.backward()
+        return (loss.detach(),)
+
+    def step(images: torch.Tensor) -> None:
+        graphs(both, [images])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if args.device.startswith("cuda"):
