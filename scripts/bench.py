@@ -18,11 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from lockstep.doctor.bench import (
-    Case, Matrix, Record, cases_of, compare, environment, header, line, measure, read, way_of,
-)  # fmt: skip
+    Case,
+    Matrix,
+    Record,
+    cases_of,
+    compare,
+    environment,
+    header,
+    line,
+    measure,
+    read,
+    way_of,
+)
 from lockstep.doctor.chart import chart
 from lockstep.doctor.clock import Effort
 from lockstep.doctor.peers import PEERS
@@ -68,7 +80,9 @@ def run_bench(argv: list[str]) -> int:
             row = case[0] | {"error": f"refused: {case[1]}"}
         result["rows"].append(row)
         print(line(row), flush=True)
-        write(args.json, json.dumps(result, indent=1) + "\n")  # each time: the next may be the last
+        if args.json is not None:  # each time: the next may be the last
+            text = json.dumps(result, indent=1) + "\n"
+            write("--json", args.json, partial(Path.write_text, data=text))
     rows = result["rows"]
     for row in rows:
         if row.get("profile"):
@@ -77,8 +91,8 @@ def run_bench(argv: list[str]) -> int:
         gpu = next((row["gpu"] for row in rows if row.get("gpu")), "CPU")
         torch, date = result["versions"]["torch"], result["date"]
         title = f"training on synthetic images: {gpu}, torch {torch}, {date}, {args.repeat} repeats"
-        args.png.parent.mkdir(parents=True, exist_ok=True)
-        chart(rows, title).save(args.png)
+        page = chart(rows, title)
+        write("--png", args.png, page.save)
     return EXIT_FAILURE if any("error" in row for row in rows) else EXIT_OK
 
 
@@ -151,15 +165,13 @@ def fraction(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text}: must be a fraction such as 0.05")
 
 
-def write(path: Path | None, text: str) -> None:
-    """Write a file, if one is asked for."""
-    if path is None:
-        return
+def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
+    """Write a file. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as exc:
-        raise UserError(f"--json {path}: {exc.strerror}") from exc
+        save(path)
+    except (OSError, ValueError) as exc:  # Pillow does not know the ending
+        raise UserError(f"{option} {path}: {exc}") from exc
 
 
 if __name__ == "__main__":

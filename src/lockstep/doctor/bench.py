@@ -46,7 +46,7 @@ ALWAYS = (
 )  # fmt: skip
 """Of every case, unless the user says otherwise. The rate is too small for anything to diverge."""
 SAME = (
-    "model", "way", "strategy", "precision", "compile", "processes", "global_batch", "micro_batch",
+    "model", "way", "strategy", "shard", "precision", "compile", "processes", "global_batch", "micro_batch",
     "image_size", "optimizer", "overrides",
 )  # fmt: skip
 """What makes rows of two files the same case."""

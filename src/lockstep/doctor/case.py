@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -20,15 +21,17 @@ from lockstep.config.schema import Config
 from lockstep.doctor.clock import Clock, Effort
 from lockstep.doctor.peers import PEERS
 from lockstep.doctor.synthetic import Measured, SyntheticLoader
+from lockstep.durable import atomic_write
 from lockstep.engine.loop import StopRequest
 from lockstep.launch import launch
+from lockstep.launch.folder import DONE
 from lockstep.launch.process import Job
 from lockstep.parent import die_with_parent
 
 LOCKSTEP = "lockstep"
 WAYS = (LOCKSTEP, *PEERS)
 MODULE = "lockstep.doctor.case"
-_ORDER, _RESULT = "order.json", "result.json"
+_ORDER = "order.json"
 """Beside the run's folder."""
 
 
@@ -40,18 +43,18 @@ def order(run_dir: Path, way: str, effort: Effort) -> None:
 def result(run_dir: Path) -> dict[str, Any] | None:
     """What :func:`run` has measured; None: it has not come that far."""
     with suppress(OSError, ValueError):
-        return dict(json.loads((run_dir.parent / _RESULT).read_text()))
+        return dict(json.loads((run_dir / DONE).read_text()))
     return None
 
 
 def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[str, Any]:
-    """Measure as one process of the run, and write the result as rank 0. All ranks enter here."""
+    """Measure as one process of the run, and write the result as rank 0: it is what this run was for. All ranks enter here."""
     wanted = json.loads((run_dir.parent / _ORDER).read_text())
     way = wanted.pop("way")
     measure = _measure_lockstep if way == LOCKSTEP else _measure_peer
     figures = measure(config, plan, run_dir, stop, way=way, effort=Effort(**wanted))
     if figures is not None:
-        (run_dir.parent / _RESULT).write_text(json.dumps(figures))
+        atomic_write(run_dir / DONE, json.dumps(figures).encode())
     return {}
 
 
@@ -73,8 +76,7 @@ def _measure_lockstep(
         loader = SyntheticLoader(config, plan, device, enough)
         return loader, loader
 
-    setattr(worker, "build_loaders", loaders)  # noqa: B010 (a plain assignment is no type of mypy's)
-    with suppress(Measured):
+    with patch.object(worker, "build_loaders", loaders), suppress(Measured):
         worker.run(config, plan, run_dir, stop)
     return figures[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class Clock:
         return {
             "first_step_seconds": at[1] - at[0],
             "warmup_seconds": at[effort.warmup] - at[0],
-            "repeat_seconds": [at[b] - at[a] for a, b in zip(bounds, bounds[1:], strict=False)],
+            "repeat_seconds": [at[b] - at[a] for a, b in pairwise(bounds)],
             "memory_bytes": self._memory_bytes,
             "gpu": torch.cuda.get_device_name(self._device) if on_gpu else None,
             "profile": self._profile,

@@ -49,7 +49,7 @@ def timm_way(config: Config, plan: Plan, device: torch.device) -> Step:
         model, opt=cfg.name, lr=cfg.lr, weight_decay=cfg.weight_decay, **_arguments(cfg)
     )
     smoothing = config.augment.label_smoothing
-    loss_fn = nn.CrossEntropyLoss()
+    loss_fn: nn.Module = nn.CrossEntropyLoss()
     if targets.is_floating_point():
         loss_fn = SoftTargetCrossEntropy()
     elif smoothing:

@@ -32,7 +32,9 @@ Interval = tuple[int, int]
 
 def kind_of(name: str) -> str:
     """Of a kernel or operator, by its name."""
-    return next((k for k, pattern in KINDS.items() if re.search(pattern, name, re.I)), OTHER)
+    return next(
+        (k for k, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER
+    )
 
 
 def summary(profiler: profile, steps: int) -> dict[str, Any]:
