@@ -118,7 +118,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="groups of conf/model or any of timm, comma between them")  # fmt: skip
     add("--strategies", type=names, default=["single"])
     add("--precisions", type=names, default=["bf16"])
-    add("--compile", type=names, default=["default", "off"], help="values of the key compile")
+    add("--compile", type=names, default=["auto", "off"], help="values of the key compile")
     add("--batch", type=positive, default=256, help="images of one process in a step")
     add("--processes", type=positive, default=1, help="or GPUs")
     add("--steps", type=positive, default=30, help="of one repeat")

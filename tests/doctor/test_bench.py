@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from lockstep.config.plan import Plan
+from lockstep.config.plan import Machine, Plan
 from lockstep.config.schema import Config
 from lockstep.doctor import bench, case, peers
 from lockstep.doctor.bench import Case, compare, figures, make_case, measure
@@ -186,6 +186,14 @@ def test_a_lost_case_is_a_row(
 )
 def test_reason(log: str, reason: str) -> None:
     assert bench._reason(log) == reason
+
+
+def test_a_measured_step_is_one_of_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``compile=auto`` leaves short runs as they are."""
+    gpu = Machine(num_gpus=1, cores=1, gpu_memory_bytes=None)
+    monkeypatch.setattr(bench, "machine", lambda: gpu)
+    asked = small_case("strategy=single", "device=cuda", "compile=auto")
+    assert bench.way_of(asked.label) == "lockstep single fp32 compile=graphs"
 
 
 def test_figures() -> None:

@@ -40,11 +40,12 @@ from lockstep.models.build import count
 Record = dict[str, Any]
 
 ALWAYS = (
-    "data=imagenet", "augment=none", "schedule=constant", "optimizer.lr=1e-5",
+    "data=imagenet", "augment=none", "schedule=constant", "optimizer.lr=1e-5", "steps=1000000",
     "telemetry.console=false", "checkpoint.async=false", "checkpoint.every_epochs=null",
     "evaluate.every_epochs=null",
 )  # fmt: skip
-"""Of every case, unless the user says otherwise. The rate is too small for anything to diverge."""
+"""Of every case, unless the user says otherwise. The rate is too small for anything to diverge; to
+``compile=auto``, it is a part of a long run."""
 SAME = (
     "model", "way", "strategy", "shard", "precision", "compile", "processes", "global_batch", "micro_batch",
     "image_size", "optimizer", "overrides",
@@ -77,7 +78,7 @@ class Case:
             "strategy": plan.strategy,
             "shard": config.strategy.shard if plan.strategy in ("fsdp", "hsdp") else None,
             "precision": config.precision.name,
-            "compile": config.compile,
+            "compile": plan.compile,
             "processes": plan.world_size * plan.devices_per_process,
             "global_batch": plan.global_batch,
             "micro_batch": plan.micro_batch,
