@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test drill bench bench-data lint clean
+.PHONY: help setup data train test drill bench bench-data scaling lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ bench: setup ## measure training steps beside plain PyTorch and timm; ARGS="--mo
 
 bench-data: setup ## measure how fast images come, beside other loaders; ARGS="--root /path/to/images"
 	$(BIN)/python scripts/bench_data.py $(ARGS)
+
+scaling: setup ## measure the speed-up from one GPU to several; ARGS="--models vit --counts 2,4"
+	$(BIN)/python scripts/scaling.py $(ARGS)
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

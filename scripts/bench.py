@@ -16,10 +16,7 @@ exit codes: 0 done, 1 a row could not be measured, or (compare) became slower, 2
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from lockstep.doctor.bench import (
@@ -37,6 +34,7 @@ from lockstep.doctor.bench import (
 )
 from lockstep.doctor.chart import chart
 from lockstep.doctor.clock import Effort
+from lockstep.doctor.door import add_effort, fraction, names, positive, save_json, write
 from lockstep.doctor.peers import PEERS
 from lockstep.doctor.profile import table
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
@@ -80,9 +78,7 @@ def run_bench(argv: list[str]) -> int:
             row = case[0] | {"error": f"refused: {case[1]}"}
         result["rows"].append(row)
         print(line(row), flush=True)
-        if args.json is not None:  # each time: the next may be the last
-            text = json.dumps(result, indent=1) + "\n"
-            write("--json", args.json, partial(Path.write_text, data=text))
+        save_json(args.json, result)  # each time: the next may be the last
     rows = result["rows"]
     for row in rows:
         if row.get("profile"):
@@ -119,59 +115,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--strategies", type=names, default=["single"])
     add("--precisions", type=names, default=["bf16"])
     add("--compile", type=names, default=["auto", "off"], help="values of the key compile")
-    add("--batch", type=positive, default=256, help="images of one process in a step")
     add("--processes", type=positive, default=1, help="or GPUs")
-    add("--steps", type=positive, default=30, help="of one repeat")
-    add("--repeat", type=positive, default=3)
-    add("--warmup", type=positive, default=10, help="steps before the first repeat")
-    add("--image-size", type=positive, default=224)
-    add("--device", choices=["auto", "cuda", "cpu"], default="auto")
     add("--peers", action=argparse.BooleanOptionalAction, default=True,
         help=f"measure {', '.join(PEERS)}, too")  # fmt: skip
     add("--profile", action="store_true", help="time by kind of kernel, after the repeats")
     add("--reuse", action="store_true",
-        help="compile seconds are those with torch's cache of earlier rows; else each starts empty")  # fmt: skip
-    add("--timeout", type=positive, default=1200, metavar="SECONDS", help="of one row")
-    add("--json", type=Path, metavar="FILE")
-    add("--png", type=Path, metavar="FILE")
-    add("overrides", nargs="*", metavar="KEY=VALUE")
+        help="let a row find what was compiled before; else each compiles anew")  # fmt: skip
+    add_effort(parser)
     args = parser.parse_intermixed_args(argv)
     args.peers = list(PEERS) if args.peers else []
     return args
-
-
-def names(text: str) -> list[str]:
-    """Words with commas between them."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    if not found:
-        raise argparse.ArgumentTypeError("names at least one")
-    return found
-
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 1")
-    return int(text)
-
-
-def fraction(text: str) -> float:
-    """A number from 0 to 1."""
-    try:
-        if 0 <= float(text) < 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text}: must be a fraction such as 0.05")
-
-
-def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
-    """Write a file. Raises UserError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(path)
-    except (OSError, ValueError) as exc:  # Pillow does not know the ending
-        raise UserError(f"{option} {path}: {exc}") from exc
 
 
 if __name__ == "__main__":

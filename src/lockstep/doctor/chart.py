@@ -14,14 +14,12 @@ _PAPER, _INK, _PALE, _GRID = (255, 255, 255), (20, 20, 20), (110, 110, 110), (22
 _OURS, _THEIRS, _ROOF = (31, 105, 175), (165, 175, 185), (190, 30, 30)
 _WIDTH, _MARGIN, _BAR, _GAP, _TITLE, _FOOT = 1400, 24, 30, 12, 64, 40
 _TEXT, _SMALL, _LARGE = 20, 17, 26
-_VALUE = 110
-"""Room behind the longest bar for its figure."""
 
 
 def chart(rows: Sequence[Mapping[str, Any]], title: str) -> Image.Image:
     """Images/s of the rows that were measured, those of each model by the same scale.
 
-    A thin line on a bar spans its repeats. The roofline is the GPU's stated arithmetic alone: what
+    A thin line on a bar spans its repeats; a row's ``note`` follows its figure. The roofline is the GPU's stated arithmetic alone: what
     the FLOPs of forward and backward would take if nothing else took time.
     """
     panels: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -47,7 +45,8 @@ def _panel(
 ) -> None:
     roofs = sorted({r for row in bars if (r := row["roofline_images_per_second"]) is not None})
     most = max([row["images_per_second"]["most"] for row in bars] + roofs)
-    scale = (_WIDTH - left - _MARGIN - _VALUE) / most
+    told = max(draw.textlength(_value(row), _font(_TEXT)) for row in bars)
+    scale = (_WIDTH - left - _MARGIN - 24 - told) / most
     bottom = top + len(bars) * (_BAR + _GAP)
     for tick in _ticks(most):
         x = left + tick * scale
@@ -65,20 +64,24 @@ def _panel(
             (left + rate["least"] * scale, middle, left + rate["most"] * scale, middle), _INK, 2
         )
         beside = max(end, left + rate["most"] * scale) + 8
-        draw.text((beside, middle), f"{rate['median']:,.0f}", _INK, _font(_TEXT), anchor="lm")
+        draw.text((beside, middle), _value(row), _INK, _font(_TEXT), anchor="lm")
     for roof in roofs:
         x = left + roof * scale
-        for y in range(top - 8, bottom, 10):
-            draw.line((x, y, x, y + 5), _ROOF, 2)
-        told = f"compute roofline {roof:,.0f}"
-        draw.text(
-            (x, top - 10), told, _ROOF, _font(_SMALL), anchor="rd" if x > _WIDTH / 2 else "ld"
-        )
+        for i, row in enumerate(bars):
+            if row["roofline_images_per_second"] == roof:  # more GPUs, another roof
+                for y in range(top + i * (_BAR + _GAP) - 8, top + (i + 1) * (_BAR + _GAP) - 8, 7):
+                    draw.line((x, y, x, y + 3), _ROOF, 2)
+        side = "rd" if x > _WIDTH / 2 else "ld"
+        draw.text((x, top - 10), f"compute roofline {roof:,.0f}", _ROOF, _font(_SMALL), side)
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    several = f", {row['processes']} GPUs" if row["processes"] > 1 and row.get("gpu") else ""
-    return f"{way_of(row)}{several}"
+    of = "GPUs" if row.get("gpu") else "processes"
+    return way_of(row) + (f", {row['processes']} {of}" if row["processes"] > 1 else "")
+
+
+def _value(row: Mapping[str, Any]) -> str:
+    return f"{row['images_per_second']['median']:,.0f}{row.get('note', '')}"
 
 
 def _ticks(most: float) -> list[float]:
