@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test drill bench-data lint clean
+.PHONY: help setup data train test drill bench bench-data scaling lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +35,14 @@ test: setup data ## run the test suite; pytest arguments in ARGS="..."
 drill: setup ## break small runs in every way, see what is lost; ARGS="--only SIGKILL --jobs 4"
 	$(BIN)/python scripts/drill.py $(ARGS)
 
+bench: setup ## measure training steps beside plain PyTorch and timm; ARGS="--models resnet50 --profile"
+	$(BIN)/python scripts/bench.py $(ARGS)
+
 bench-data: setup ## measure how fast images come, beside other loaders; ARGS="--root /path/to/images"
 	$(BIN)/python scripts/bench_data.py $(ARGS)
+
+scaling: setup ## measure the speed-up from one GPU to several; ARGS="--models vit --counts 2,4"
+	$(BIN)/python scripts/scaling.py $(ARGS)
 
 lint: setup ## check style and types
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ def build(cfg: Model, *, image_size: int, num_classes: int, seed: int, meta: boo
     _check_sources(cfg)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _create(cfg, image_size, num_classes, meta)
+        model = create(cfg, image_size, num_classes, meta=meta)
     if cfg.activation_checkpointing:
         _checkpoint_activations(model)
     seed_by_sample(model)
@@ -170,7 +170,8 @@ def no_decay_names(model: nn.Module) -> set[str]:
     return set(excluded())
 
 
-def _create(cfg: Model, image_size: int, num_classes: int, meta: bool) -> nn.Module:
+def create(cfg: Model, image_size: int, num_classes: int, *, meta: bool) -> nn.Module:
+    """timm's own model, its weights drawn from the global generator. Raises UserError."""
     kwargs: dict[str, Any] = {"num_classes": num_classes, "pretrained": cfg.pretrained}
     if cfg.drop_path:
         kwargs["drop_path_rate"] = cfg.drop_path
