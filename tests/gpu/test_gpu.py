@@ -183,9 +183,12 @@ def test_half_precision_is_shared(trained: Trainer, shared: str, model: str) -> 
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_compiled(trained: Trainer, strategy: str, model: str) -> None:
-    options = [*MODELS[model], f"strategy={strategy}", "precision=fp32", "compile=default"]
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [("single", "default"), ("single", "graphs"), ("ddp", "default"), ("fsdp", "default")],
+)
+def test_compiled(trained: Trainer, strategy: str, mode: str, model: str) -> None:
+    options = [*MODELS[model], f"strategy={strategy}", "precision=fp32", f"compile={mode}"]
     exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
     check_same_run(trained(*options), exact, tolerance=1e-2)
 
