@@ -1,35 +1,25 @@
 """Layers that compute the same in less time, for compiled models. Level 2.
 
-What costs time in a compiled network on a fast GPU, apart from its matrix products: convolutions
-over the three channels of an image, for which there are no good kernels, and the error function.
-Each layer here has the parameters of the one it replaces, under the same names, and differs from it
-in the last bits of its sums. Written in torch's operations, so that the compiler fuses them.
+There are no good kernels for convolutions over the three channels of an image. Each layer here has
+the parameters of the one it replaces, under the same names, and differs from it in the last bits of
+its sums. Written in torch's operations, so that the compiler fuses them.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
-from timm.layers.activations import GELU as TimmGELU
 from torch import nn
 
 _FEW_CHANNELS = 4
 _ALIGNED_CHANNELS = 8
 """Tensor cores take so many channels of two bytes at once."""
 
-# Abramowitz & Stegun 1964, "Handbook of Mathematical Functions", 7.1.26: |error| < 1.5e-7.
-_P = 0.3275911 / math.sqrt(2.0)
-_COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-
 
 def speed_up(part: nn.Module) -> None:
     """Replace what is slow in a module that will be compiled, in place."""
     for layer in part.modules():
-        if type(layer) in (nn.GELU, TimmGELU) and getattr(layer, "approximate", "none") == "none":
-            layer.__class__ = FastGELU
-        elif type(layer) is nn.Conv2d and _is_over_pixels(layer):
+        if type(layer) is nn.Conv2d and _is_over_pixels(layer):
             if layer.kernel_size == layer.stride and layer.padding == (0, 0):
                 layer.__class__ = PatchConv
             elif layer.stride == (2, 2) and _keeps_place(layer):
@@ -98,27 +88,3 @@ def _block_padding(size: int) -> tuple[int, int]:
     """Blocks of zeros before and after, for a kernel of odd size."""
     before = (size // 2 + 1) // 2
     return before, (size + 1) // 2 - 1 - before
-
-
-class FastGELU(nn.Module):
-    """The exact GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415) to 1.5e-7 of the input.
-
-    The compiler's error function takes longer than reading and writing what it is applied to. Here
-    one exponential serves the function and its derivative.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: any shape and floating type; float32 within."""
-        x = input.float()
-        fixed = x.detach()
-        bell = torch.exp(-0.5 * fixed * fixed)
-        t = 1.0 / (1.0 + _P * fixed.abs())
-        series = torch.zeros_like(t)
-        for coefficient in reversed(_COEFFICIENTS):
-            series = (series + coefficient) * t
-        tail = 0.5 * series * bell
-        below = torch.where(fixed >= 0, 1.0 - tail, tail)
-        slope = below + fixed * bell * (1.0 / math.sqrt(2.0 * math.pi))
-        # The second term is zero, and brings the gradient. An autograd.Function would say it more
-        # plainly, but keeps DDP's gradients from being sent while others are computed.
-        return (fixed * below + (x - fixed) * slope).to(input.dtype)
