@@ -214,7 +214,7 @@ def trainer(args: argparse.Namespace) -> Callable[[torch.Tensor], None]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if args.device.startswith("cuda"):
-            queued.append(torch.cuda.Event())
+            queued.append(torch.cuda.Event(blocking=True))
             queued[-1].record()
             if len(queued) > 2:
                 queued.popleft().synchronize()

@@ -338,7 +338,7 @@ class Loader:
             pixels = self._to_device(batch.buffer.pixels[:rows])
             normalise(pixels, target=target, places=batch.places[:rows])
         if self.device.type == "cuda":
-            batch.buffer.copied = torch.cuda.Event()
+            batch.buffer.copied = torch.cuda.Event(blocking=True)
             batch.buffer.copied.record()
         if decoded is not None:
             self._show_decoded(decoded, batch.places[split:], target, erase)

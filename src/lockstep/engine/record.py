@@ -123,7 +123,7 @@ class Recorder:
         if self._device.type == "cuda":
             host = torch.empty_like(values, device="cpu", pin_memory=True)
             host.copy_(values, non_blocking=True)
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event(blocking=True)  # a spinning wait takes a decoder's core
             ready.record()
         self._pending.append(
             _Pending(record, host, ready, window, sums, own_seconds, seconds, left_out)
