@@ -16,6 +16,10 @@ class StubSweep(Sweep):
         super().__init__(str(STUB), *args)  # type: ignore[arg-type]
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
     train.Sweep = StubSweep  # type: ignore[misc]
-    sys.exit(train.main(sys.argv[1:]))
+    return train.main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -341,9 +341,7 @@ class Launch(Section):
 
     @field_validator("slurm")
     @classmethod
-    def _resources_alone(
-        cls, value: dict[str, str | int | bool]
-    ) -> dict[str, str | int | bool]:
+    def _resources_alone(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         # A configuration may come from a stranger, and --wrap or a line break runs code.
         for name, text in value.items():
             if name not in SBATCH or not SBATCH_VALUE.fullmatch(str(text)):

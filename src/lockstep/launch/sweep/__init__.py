@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
 from lockstep.config.bind import bind, fingerprint, run_name
@@ -92,6 +93,8 @@ class Sweep:
     _told: int = 0
     """Jobs that the user has been told about."""
     _total: int = 0
+    _runs: set[str] = field(default_factory=set)
+    """Names of the jobs' runs."""
     _running: list[_Job] = field(default_factory=list)
     _stopped: bool = False
     _starts_jobs: bool = True
@@ -118,7 +121,10 @@ class Sweep:
         def launch(plugin: Any, jobs: Sequence[Sequence[str]], **_: Any) -> list[JobReturn]:
             return self._launch(plugin, jobs)
 
-        if self._starts_jobs:  # Hydra's own would run one after another, in this process
+        if self._starts_jobs:
+            # All are composed before one starts, so the sweeper need not try beforehand.
+            Sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[method-assign,assignment]
+            # Hydra's own would run one after another, in this process.
             Plugins.instance().class_name_to_class[chosen].launch = launch  # type: ignore[attr-defined]
 
     def run_here(
@@ -146,14 +152,18 @@ class Sweep:
 
     def report(self) -> None:
         """Write ``sweep.csv`` and the picture, and show the table."""
-        if entries := self.entries():
+        if not (entries := self.entries()):
+            return
+        held = nullcontext() if self.folder is None else claimed(self.folder, "report", wait=True)
+        with held or nullcontext():
             say("\n" + write_reports(self.folder, entries, self.metric))
 
     def entries(self) -> list[Entry]:
         """Every job of this sweep that is known by now."""
         if self.folder is None or not self.folder.exists():
             return self.refused
-        return [*self._ledger.entries(self.began), *self.refused]
+        entries = [e for e in self._ledger.entries() if e.run in self._runs or e.seen >= self.began]
+        return [*entries, *self.refused]
 
     @property
     def exit_code(self) -> int:
@@ -233,10 +243,12 @@ class Sweep:
             run_dir.name, str(run_dir), fingerprint(config), varied, "waiting", None, 0, 0.0, "",
             {}, now,
         )  # fmt: skip
-        before = self._ledger.read(run_dir.name)
-        entry = replace(before, varied=varied, seen=now) if before is not None else fresh
-        self._ledger.write(entry)
-        return _Job(entry, config, list(overrides))
+        self._runs.add(run_dir.name)
+        with claimed(run_dir.parent, run_dir.name) or nullcontext() as mine:
+            entry = self._ledger.read(run_dir.name)
+            if entry is None and mine is not None:
+                self._ledger.write(fresh)
+        return _Job(entry or fresh, config, list(overrides))
 
     def _at_once(self, jobs: Sequence[_Job]) -> int:
         """How many jobs run at the same time."""
@@ -286,7 +298,7 @@ class Sweep:
             return False
         job.held.enter_context(claim)
         # Another sweep may have done it meanwhile.
-        job.entry = replace(self._ledger.read(job.entry.run) or job.entry, seen=time.time())
+        job.entry = self._ledger.read(job.entry.run) or job.entry
         if self._settle(job):
             job.held.close()
             return True

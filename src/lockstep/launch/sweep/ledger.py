@@ -45,7 +45,7 @@ class Ledger:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, entry: Entry) -> None:
-        """Only for jobs that are claimed, or have no entry yet."""
+        """Only for runs that are claimed."""
         atomic_write(self._path(entry.run), (json.dumps(asdict(entry), indent=1) + "\n").encode())
 
     def read(self, run: str) -> Entry | None:
@@ -55,25 +55,28 @@ class Ledger:
         except (OSError, ValueError, TypeError):
             return None
 
-    def entries(self, since: float) -> list[Entry]:
-        """Those that a sweep has looked at since; others are of configurations that changed."""
+    def entries(self) -> list[Entry]:
+        """All that are known, also of configurations that have changed since."""
         found = (self.read(path.stem) for path in sorted(self._folder.glob("*.json")))
-        return [entry for entry in found if entry is not None and entry.seen >= since]
+        return [entry for entry in found if entry is not None]
 
     def _path(self, run: str) -> Path:
         return self._folder / f"{run}.json"
 
 
-def claimed(root: Path, name: str) -> AbstractContextManager[object] | None:
+def claimed(root: Path, name: str, *, wait: bool = False) -> AbstractContextManager[object] | None:
     """Claim a run or a GPU until the returned context is left; None: somebody else has it.
 
     The kernel ends a claim when its holder ends, however that may be.
+
+    Args:
+        wait: until nobody else has it.
     """
     path = root / ".sweep" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
         return None
