@@ -22,6 +22,7 @@ from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, Stopped
 from lockstep.launch import launch
 from lockstep.launch.env import say
 from lockstep.launch.signals import handling
+from lockstep.launch.slurm import submit
 from lockstep.launch.sweep import Sweep
 
 CONF = Path(__file__).resolve().parent / "conf"
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
 def run(command: Command) -> int:
     """Compose and run one job, or each job of a sweep; returns the exit code."""
     outcome: list[int | Exception] = []
-    sweep = Sweep(str(Path(__file__).resolve()), command)
+    script = str(Path(__file__).resolve())
+    sweep = Sweep(script, command)
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def compose(raw: DictConfig) -> float | None:
@@ -59,7 +61,11 @@ def run(command: Command) -> int:
             if context.mode == RunMode.MULTIRUN:
                 return sweep.run_here(raw, choices, context.overrides.task)
             config = bind(raw)
-            outcome.append(launch(config, run_name(config, choices, swept=[])))
+            name = run_name(config, choices, swept=[])
+            if config.launch.scheduler == "slurm" and not config.plan:
+                outcome.append(submit(config, name, [script, *command.flags, *command.overrides]))
+            else:
+                outcome.append(launch(config, name))
         except Exception as exc:  # noqa: BLE001 - Hydra would tell the user in its own words
             outcome.append(exc)
         return None

@@ -344,11 +344,13 @@ class Launch(Section):
     def _resources_alone(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         # A configuration may come from a stranger, and --wrap or a line break runs code.
         for name, text in value.items():
-            if name not in SBATCH or not SBATCH_VALUE.fullmatch(str(text)):
+            if name not in SBATCH:
                 raise ValueError(
-                    f"{name} = {text!r}: only {', '.join(SBATCH)}, with a value without spaces; "
-                    "launch.dry_run=true prints a script to which you can add others"
+                    f"{name}: only {', '.join(SBATCH)}; launch.dry_run=true prints a script to "
+                    "which you can add others"
                 )
+            if not SBATCH_VALUE.fullmatch(str(text)):
+                raise ValueError(f"{name} = {text!r}: no spaces, quotes or line breaks")
         return value
 
     @field_validator("nodes")
