@@ -93,7 +93,12 @@ def cluster(root: Path) -> Iterator[dict[str, str]]:
             start("slurmd", "-D", "-N", node)
         states = ("sinfo", "-N", "-h", "-p", "all", "-o", "%T")
         _wait_for(lambda: slurm(env, *states).split() == ["idle", "idle"], "nodes", root)
-        yield env
+        try:
+            yield env
+        finally:
+            slurm(env, "scancel", "--full", "--signal=KILL", "--user=root")
+            slurm(env, "scancel", "--user=root")
+            _wait_for(lambda: not slurm(env, "squeue", "-h"), "end of the jobs", root)
 
 
 def slurm(env: dict[str, str], *command: str) -> str:

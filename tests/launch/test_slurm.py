@@ -18,6 +18,7 @@ from lockstep.launch.slurm import render
 from lockstep.telemetry.compare import compare_runs
 from tests.conftest import REPOSITORY, clean_environment
 from tests.launch.slurm_cluster import cluster, missing, slurm
+from tests.launch.test_sweep import column, no_step_twice, opened
 from tests.runs import configure, plan_of, records, train_one_rank
 
 PATIENCE_SECONDS = 120
@@ -40,7 +41,7 @@ def test_the_script_in_bash() -> None:
     assert "#SBATCH --output=/runs/run-1/logs/slurm-%j.log" in lines
     (srun,) = (line for line in lines if line.startswith("srun "))
     assert "'model.kwargs={depth: 1}' 'run.name=\"run-1\"' launch.scheduler=local" in srun
-    assert srun.endswith(' launch.rendezvous="$first:$port"') and "other" not in srun
+    assert srun.endswith(' launch.rendezvous="$meet"') and "other" not in srun
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def small(data: Path, root: Path) -> tuple[str, ...]:
     return (
         f"data.root={data}", f"run.root={root}", "batch.global=8", "steps=150",
         "++model.kwargs={depth: 1, embed_dim: 24, num_heads: 3}", "data.workers=1",
-        "data.num_classes=null",
+        "data.num_classes=null", "evaluate.every_epochs=99", "checkpoint.every_epochs=99",
     )  # fmt: skip
 
 
@@ -155,6 +156,31 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(
     assert "goes on from" in output(run_dir)
     found = compare_runs(tmp_path / "alone", run_dir, tolerance=1e-3)
     assert found.parting is None and found.num_steps == 150, found.text()
+
+
+def test_a_sweep_by_submitit_is_preempted_and_requeued(nodes: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = (
+        "seed=1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=1",
+        "hydra.launcher.partition=all",
+    )  # fmt: skip
+    with opened(tmp_path, *words, STUB="wait:1", **nodes) as process:
+
+        def told() -> str:
+            logs = (tmp_path / ".sweep/.submitit").glob("**/*_0_log.*")
+            return slurm(nodes, "squeue") + "".join(path.read_text() for path in logs)
+
+        wait_until(lambda: list(tmp_path.glob("*seed.1/waiting")), told)
+        (waiting,) = tmp_path.glob("*seed.1/waiting")
+        waiting.unlink()
+        (job,) = (j for j in slurm(nodes, "squeue", "-h", "-o", "%i").split() if j.endswith("_0"))
+        slurm(nodes, "scancel", "--signal=USR1", job)
+        wait_until(waiting.exists, told)
+        (tmp_path / "go").touch()
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, err
+    assert column(tmp_path, "state") == {"1": "done", "2": "done"}
+    assert column(tmp_path, "attempts") == {"1": "2", "2": "1"} and no_step_twice(tmp_path)
 
 
 def test_a_cancelled_job_saves_and_does_not_come_back(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import train
@@ -208,6 +209,43 @@ def test_poor_jobs_are_pruned(tmp_path: Path, sweep: Command) -> None:
     assert code == 0 and "pruned before" in err and len(starts(tmp_path)["1"]) == 1
     assert sweep(*words)[0] == 0
     assert column(tmp_path, "state")["1"] == "done" and no_step_twice(tmp_path)
+
+
+def test_joblib_starts_the_jobs(tmp_path: Path, sweep: Command) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ("seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    code, err = sweep(*words, STUB="fail:2")
+    assert code == 1, err
+    assert column(tmp_path, "state") == {"1": "done", "2": "failed", "3": "done"}
+
+
+def test_a_process_of_joblib_passes_on_a_request_to_stop(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ("seed=1,2,3,4", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    with opened(tmp_path, *words, STUB="wait:2") as process:
+        wait_until(lambda: list(tmp_path.glob("*/waiting")), "the jobs")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 85, err
+    assert column(tmp_path, "state")["2"] == "stopped"
+
+
+def test_optuna_proposes_and_finds_its_finished_trials_again(
+    tmp_path: Path, sweep: Command
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = (
+        "seed=range(1,30)", "sweep.jobs=2", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2",
+        "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=7",
+    )  # fmt: skip
+    code, err = sweep(*words)
+    assert code == 0, err
+    best = yaml.safe_load((tmp_path / ".sweep/optimization_results.yaml").read_text())
+    top1 = {row["seed"]: float(row["top1"]) for row in rows(tmp_path)}
+    assert best["best_value"] == max(top1.values()), "top-1 is to be maximised"
+    began = starts(tmp_path)
+    assert sweep(*words)[0] == 0
+    assert starts(tmp_path) == began and len(began) >= 3
 
 
 def test_refused_inside_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

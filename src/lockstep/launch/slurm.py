@@ -95,11 +95,11 @@ def render(config: Config, name: str, argv: Sequence[str]) -> str:
     lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1"]
     if launch.max_nodes > 1:
         lines += [
-            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "# The agents meet at this node, which is the first of them.",
             # Below 32768, where Linux takes its ephemeral ports from.
-            "port=$((10000 + SLURM_JOB_ID % 20000))",
+            "meet=$(hostname):$((10000 + SLURM_JOB_ID % 20000))",
         ]
-        command += ' launch.rendezvous="$first:$port"'
+        command += ' launch.rendezvous="$meet"'
     lines += [
         "# On each node one agent, which starts the processes.",
         f"srun --kill-on-bad-exit=0 {command}",

@@ -131,7 +131,8 @@ class Sweep:
         self, raw: DictConfig, choices: Mapping[str, str], overrides: Sequence[str]
     ) -> float | None:
         """Run one job to its end, in a process of another launcher; returns its metric."""
-        self._starts_jobs = True
+        # A copy that submitit made of an object which was stopped starts anew, too.
+        self._starts_jobs, self._stopped, self._asked = True, False, []
         with handling(self.on_signal) as before:
             job = self._job(raw, choices, overrides)
             if job is not None:
