@@ -51,14 +51,12 @@ ADDED: dict[str, Any] = {
     "launch.scheduler": "local",
     "launch.dry_run": False,
     "launch.slurm": {},
-    "sweep": {
-        "jobs": "auto",
-        "gpus_per_job": None,
-        "metric": "top1",
-        "prune": None,
-        "prune_from": 0.25,
-        "prune_after": 4,
-    },
+    "sweep.jobs": "auto",
+    "sweep.gpus_per_job": None,
+    "sweep.metric": "top1",
+    "sweep.prune": None,
+    "sweep.prune_from": 0.25,
+    "sweep.prune_after": 4,
 }
 """Keys that came after runs had been saved, and what those did."""
 

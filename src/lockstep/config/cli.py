@@ -72,6 +72,20 @@ HYDRA = (
 holds for a saved configuration, too."""
 
 
+SWEEP_TARGETS = {
+    "hydra.sweeper._target_": ("hydra._internal.core_plugins.", "hydra_plugins."),
+    "hydra.launcher._target_": ("hydra._internal.core_plugins.", "hydra_plugins."),
+    "hydra.sweeper.sampler._target_": ("optuna.samplers.",),
+}
+"""What Hydra makes for a sweep: beginnings of names."""
+
+SWEEP_CODE = (
+    "hydra.sweeper.custom_search_space", "hydra.launcher.setup", "hydra.launcher.python",
+    "hydra.launcher.srun_args", "hydra.launcher.additional_parameters",
+)  # fmt: skip
+"""What Optuna and submitit execute, or hand on to Slurm."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A checked command line."""
@@ -123,6 +137,19 @@ class _NoCallbacks(Callbacks):
                 raise UserError(f"{key}: a configuration runs nothing here; remove the key")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        for key, allowed in SWEEP_TARGETS.items():
+            if not str(OmegaConf.select(config, key, default=allowed[0])).startswith(allowed):
+                raise UserError(f"{key}: a configuration runs nothing here; remove the key")
+        for key in SWEEP_CODE:
+            typed = any(o.lstrip("+~").startswith(key) for o in config.hydra.overrides.hydra)
+            if OmegaConf.select(config, key) and not typed:
+                raise UserError(f"{key}: only on the command line, since it runs commands")
+        if OmegaConf.select(config, "hydra.sweeper.storage"):
+            raise UserError(
+                "hydra.sweeper.storage: the Optuna that Hydra's sweeper needs cannot use today's "
+                "SQLAlchemy; leave it out: with hydra.sweeper.sampler.seed=N the same command "
+                "finds its finished trials in the sweep's ledger"
+            )
         _NoCallbacks.sweep_begins(config)
 
 
@@ -134,7 +161,7 @@ def disarm_hydra(sweep_begins: Callable[[DictConfig], None]) -> None:
     Args:
         sweep_begins: is shown the configuration of a sweep before its jobs are composed.
     """
-    _NoCallbacks.sweep_begins = staticmethod(sweep_begins)  # type: ignore[assignment]
+    _NoCallbacks.sweep_begins = staticmethod(sweep_begins)
     hydra_internals.Callbacks = _NoCallbacks  # type: ignore[attr-defined]
 
 

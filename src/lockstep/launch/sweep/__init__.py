@@ -123,7 +123,7 @@ class Sweep:
 
         if self._starts_jobs:
             # All are composed before one starts, so the sweeper need not try beforehand.
-            Sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[method-assign,assignment]
+            Sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[method-assign]
             # Hydra's own would run one after another, in this process.
             Plugins.instance().class_name_to_class[chosen].launch = launch  # type: ignore[attr-defined]
 
