@@ -115,6 +115,10 @@ def _picture(path: Path, entries: Sequence[Entry], keys: Sequence[str], metric: 
     for i, key in enumerate(keys):
         _draw(figure.add_subplot(rows, columns, i + 1), shown, key, metric)
     figure.suptitle(f"{path.parent.name}: {len(shown)} runs", fontsize=10)
+    if any(entry.state != "done" for entry in shown):
+        # Of the last plot, and below all of them: the same marks everywhere, and none is covered.
+        handles = figure.axes[-1].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
     partial = path.with_name(f".{path.name}.tmp.png")
     figure.savefig(partial, dpi=120)
     partial.replace(path)
@@ -143,14 +147,12 @@ def _draw(axes: Any, entries: Sequence[Entry], key: str, metric: str) -> None:
         ticks = [_number(name) or 0.0 for name in names] if scales else range(len(names))
         axes.set_xticks(list(ticks), [_shortened(name) for name in names])
         axes.minorticks_off()
-        axes.tick_params(axis="x", labelrotation=30 if max(map(len, names)) > 6 else 0)
+        axes.tick_params(axis="x", labelrotation=15 if max(map(len, names)) > 8 else 0)
     if not scales:
         axes.set_xlim(-0.5, len(names) - 0.5)
     axes.set_xlabel(key)
     axes.set_ylabel(metric + (" (%)" if metric.startswith("top") else ""))
     axes.grid(alpha=0.3)
-    if any(entry.state != "done" for entry in entries):
-        axes.legend(fontsize=8)
 
 
 def _number(text: str) -> float | None:
