@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import hydra
@@ -17,10 +18,11 @@ from omegaconf import DictConfig
 
 from lockstep.config.bind import bind, run_name
 from lockstep.config.cli import Command, disarm_hydra, explain, help_text, read_command, wants_help
-from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
+from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, Stopped
 from lockstep.launch import launch
 from lockstep.launch.env import say
 from lockstep.launch.signals import handling
+from lockstep.launch.slurm import submit
 from lockstep.launch.sweep import Sweep
 
 CONF = Path(__file__).resolve().parent / "conf"
@@ -48,31 +50,39 @@ def main(argv: list[str]) -> int:
 def run(command: Command) -> int:
     """Compose and run one job, or each job of a sweep; returns the exit code."""
     outcome: list[int | Exception] = []
-    sweep = Sweep(str(Path(__file__).resolve()), command)
+    script = str(Path(__file__).resolve())
+    sweep = Sweep(script, command)
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-    def compose(raw: DictConfig) -> None:
+    def compose(raw: DictConfig) -> float | None:
         context = HydraConfig.get()
         choices = context.runtime.choices
         try:
             if context.mode == RunMode.MULTIRUN:
-                with handling(sweep.on_signal):
-                    sweep.run_job(raw, choices, context.overrides.task)
+                return sweep.run_here(raw, choices, context.overrides.task)
+            config = bind(raw)
+            name = run_name(config, choices, swept=[])
+            if config.launch.scheduler == "slurm" and not config.plan:
+                outcome.append(submit(config, name, [script, *command.flags, *command.overrides]))
             else:
-                config = bind(raw)
-                outcome.append(launch(config, run_name(config, choices, swept=[])))
+                outcome.append(launch(config, name))
         except Exception as exc:  # noqa: BLE001 - Hydra would tell the user in its own words
             outcome.append(exc)
+        return None
 
-    disarm_hydra()
+    disarm_hydra(sweep.begin)
     sys.argv[1:] = command.argv
-    compose()
+    try:
+        with handling(sweep.on_signal) if command.multirun else nullcontext():
+            compose()
+    except Stopped as exc:
+        say(f"{exc}; the same command goes on")
+    finally:
+        sweep.report()
     for result in outcome:
         if isinstance(result, Exception):
             raise result
         return result
-    if sweep.jobs:
-        say(f"\n{sweep.table()}")
     return sweep.exit_code
 
 

@@ -147,8 +147,8 @@ def test_a_run_its_repetition_and_a_sweep(train: Train, tmp_path: Path) -> None:
 
     sweep = train("-m", *small, "seed=1,2", "launch.processes=1,99", "strategy=single")
     assert sweep.returncode == 2, sweep.stderr
-    table = sweep.stderr[sweep.stderr.index("exit    top-1") :].splitlines()[1:]
-    assert [line.split()[0] for line in table] == ["0", "2", "0", "2"]
+    table = sweep.stderr[sweep.stderr.index("top1   state") :].splitlines()[1:5]
+    assert [line.split()[1:3] for line in table] == [["done", "0"]] * 2 + [["failed", "2"]] * 2
     assert len({line.split()[-1] for line in table}) == 4
     done = [p.parent.name for p in (tmp_path / "runs").glob("*seed.*/DONE")]
     assert len(done) == 2

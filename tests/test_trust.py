@@ -208,6 +208,27 @@ def test_a_saved_configuration_hooks_nothing_into_hydra(
     assert done.stderr.startswith(f"error: hydra.{key}: ")
 
 
+SWEEP_HOOKS = {
+    "sampler": ("sweeper: {sampler: {_target_: os.getcwd}}", "sweeper.sampler._target_", "hydra/sweeper=optuna"),
+    "launcher": ("launcher: {_target_: os.getcwd}", "launcher._target_", "seed=1,2"),
+    "setup": ("launcher: {setup: [mkdir PATH]}", "launcher.setup", "hydra/launcher=submitit_slurm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("node, key, word", SWEEP_HOOKS.values(), ids=SWEEP_HOOKS)
+def test_a_saved_configuration_hooks_nothing_into_a_sweep(
+    train: Callable[..., Any], run: Path, executed: Path, node: str, key: str, word: str
+) -> None:
+    if "/" in word:
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    with (run / "config.yaml").open("a") as file:
+        file.write(f"hydra: {{{node.replace('PATH', str(executed))}}}\n")
+    done = train("-m", "--config-path", str(run), "--config-name", "config", word)
+    assert done.returncode == 2, done.stderr
+    assert f"error: hydra.{key}: " in done.stderr
+    assert not executed.exists()
+
+
 @pytest.mark.parametrize(
     "name, value",
     [

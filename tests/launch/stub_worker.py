@@ -29,6 +29,8 @@ def run(config: Config, plan: Plan, run_dir: Path, stop: Any) -> dict[str, Any]:
 
         dist.init("cpu", 60, group_of_one=False)
         world_size = dist.world_size()
+        # A rank whose group stands may be gone before its peers have met it.
+        dist.barrier()
     if not one or int(one) == rank:
         _act(action, rank, run_dir, stop)
     if one:
@@ -53,6 +55,12 @@ def _act(action: str, rank: int, run_dir: Path, stop: Any) -> None:
     if action == "crash-once" and not (run_dir / f"crashed-{rank}").exists():
         (run_dir / f"crashed-{rank}").touch()
         raise RuntimeError("a bug that goes away")
+    if action == "late-crash" and rank == 1:
+        deadline = time.monotonic() + 60
+        while not (run_dir / "DONE").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)  # the other agent is waiting by now
+        raise RuntimeError("a bug of ours")
     if action in ("train", "deaf"):
         _train(rank, run_dir, stop, deaf=action == "deaf")
 

@@ -1,86 +1,279 @@
+"""Sweeps with the real command and jobs that only pretend to train."""
+
 from __future__ import annotations
 
+import csv
+import json
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+import yaml
+from omegaconf import OmegaConf
 
+import train
 from lockstep.config.cli import read_command
 from lockstep.errors import UserError
-from lockstep.launch.signals import handling
 from lockstep.launch.sweep import Sweep
-from tests.conftest import REPOSITORY
+from lockstep.launch.sweep.ledger import Entry
+from lockstep.launch.sweep.report import write_reports
+from tests.conftest import REPOSITORY, clean_environment
+from tests.launch.sweep_door import main as door
 
-SCRIPT = """
-import signal, sys, time
-from pathlib import Path
-args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:] if "=" in a)
-folder = Path(args["run.root"]) / args["run.name"].strip("'")
-folder.mkdir(parents=True)
-seed = int(args["seed"])
-if seed == 3:
-    sys.exit(1)
-if seed == 4:
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(85))
-    (folder / "started").touch()
-    time.sleep(60)
-(folder / "DONE").write_text('{"top1": %d.5}' % seed)
-"""
+DOOR = Path(__file__).with_name("sweep_door.py")
+PATIENCE_SECONDS = 60
+
+Process = subprocess.Popen[str]
+Command = Callable[..., tuple[int, str]]
+
+
+@contextmanager
+def opened(root: Path, *words: str, **env: str) -> Iterator[Process]:
+    process = subprocess.Popen(
+        [sys.executable, str(DOOR), "-m", f"run.root={root}", "device=cpu", *words],
+        cwd=REPOSITORY,
+        env=clean_environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Sweep:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    return Sweep(str(script), read_command(["-m", "seed=1,2,3,4", f"run.root={tmp_path / 'runs'}"]))
+def sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Command]:
+    """``sweep(*words, **env)``: the command in this process; exit code and what it told."""
+
+    def run(*words: str, **env: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["train.py"])
+        for name, value in ({"HYDRA_FULL_ERROR": "1", "STUB": ""} | env).items():
+            monkeypatch.setenv(name, value)
+        code = door(["-m", f"run.root={tmp_path}", "device=cpu", *words])
+        return code, capfd.readouterr().err
+
+    with monkeypatch.context() as here:
+        here.setattr(train, "Sweep", train.Sweep)  # put back at the end
+        yield run
 
 
-def run(sweep: Sweep, seed: int) -> None:
-    root = sweep.command.overrides[-1]
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        raw = compose("config", [root, f"seed={seed}"])
-    sweep.run_job(raw, {"model": "vit_tiny"}, [root, f"seed={seed}"])
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
 
 
-def test_a_failed_job_does_not_stop_the_others(sweep: Sweep, tmp_path: Path) -> None:
-    for seed in (1, 3, -5, 2):
-        run(sweep, seed)
-    assert [code for _, code in sweep.jobs] == [0, 1, 2, 0]
-    assert sweep.exit_code == 1
-    rows = [line.split() for line in sweep.table().splitlines()[1:]]
-    assert [row[:2] for row in rows] == [["0", "1.50"], ["1", "-"], ["2", "-"], ["0", "2.50"]]
-    folders = sorted(p.name for p in (tmp_path / "runs").iterdir())
-    assert [f.rpartition("-")[2] for f in folders if f.startswith("digits")] == [
-        f.rpartition("-")[2] for f in folders
-    ]
-    assert {f.rpartition("-")[2] for f in folders} == {"seed.1", "seed.2", "seed.3"}
+def rows(root: Path) -> list[dict[str, str]]:
+    """``sweep.csv``."""
+    (path,) = root.glob("sweep-*/sweep.csv")
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
-def test_a_request_to_stop_reaches_the_job_and_ends_the_sweep(sweep: Sweep, tmp_path: Path) -> None:
-    def interrupt() -> None:
-        deadline = time.monotonic() + 60
-        while not list((tmp_path / "runs").glob("*/started")) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)  # the kernel wakes the main thread
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with handling(sweep.on_signal):
-        run(sweep, 4)
-        run(sweep, 1)
-    thread.join()
-    assert [code for _, code in sweep.jobs] == [85]
-    assert sweep.exit_code == 85
+def column(root: Path, key: str) -> dict[str, str]:
+    """A column of ``sweep.csv``, by seed."""
+    return {row["seed"]: row[key] for row in rows(root)}
 
 
-def test_a_sweep_is_refused_inside_a_process_group(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+def starts(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the stub saw each time it began, by seed."""
+    found = {p.parent.name.rpartition("seed.")[2]: p for p in root.glob("*/starts")}
+    return {seed: [json.loads(x) for x in p.read_text().splitlines()] for seed, p in found.items()}
+
+
+def no_step_twice(root: Path) -> bool:
+    return all(
+        path.read_text().split() == [str(step) for step in range(1, 11)]
+        for path in root.glob("*/steps")
+    )
+
+
+def test_a_sweep_killed_in_the_middle_is_completed_by_the_same_command(
+    tmp_path: Path, sweep: Command
 ) -> None:
+    words = ("seed=range(1,9)", "sweep.jobs=2")
+    with opened(tmp_path, *words, STUB="wait:4") as process:
+        wait_until(lambda: len(list(tmp_path.glob("*/DONE"))) >= 4, "some jobs")
+        wait_until(lambda: list(tmp_path.glob("*/waiting")), "the one that is to be killed")
+        process.kill()
+        process.wait()
+        wait_until(
+            lambda: not any(Path(f"/proc/{p.name}").exists() for p in (tmp_path / "now").iterdir()),
+            "the end of the jobs",
+        )
+    done = {p.parent.name.rpartition("seed.")[2] for p in tmp_path.glob("*/DONE")}
+    assert 4 <= len(done) < 8 and "4" not in done
+    code, err = sweep(*words)
+    assert code == 0, err
+    assert column(tmp_path, "state") == {str(seed): "done" for seed in range(1, 9)}
+    assert no_step_twice(tmp_path)
+    began = starts(tmp_path)
+    assert all(len(began[seed]) == 1 for seed in done)
+    assert len(began["4"]) == 2 and column(tmp_path, "attempts")["4"] == "2"
+    assert [row["seed"] for row in rows(tmp_path)] == list("87654321")
+    code, err = sweep(*words)
+    assert code == 0 and err.count("finished before") == 8
+    assert starts(tmp_path) == began
+
+
+def test_failures_do_not_stop_the_others_and_are_tried_again(
+    tmp_path: Path, sweep: Command
+) -> None:
+    words = ("seed=1,2,-3,4", "sweep.jobs=2")
+    code, err = sweep(*words, STUB="fail:2")
+    assert code == 1, err
+    assert "no such luck" in err and "error: seed = -3: should be" in err
+    assert column(tmp_path, "state") == {"1": "done", "2": "failed", "-3": "failed", "4": "done"}
+    code, err = sweep(*words, STUB="fail:2")
+    assert code == 2, err
+    assert column(tmp_path, "attempts") == {"1": "1", "2": "2", "-3": "0", "4": "1"}
+    assert column(tmp_path, "exit_code") == {"1": "0", "2": "0", "-3": "2", "4": "0"}
+
+
+def test_jobs_share_the_machine(tmp_path: Path, sweep: Command) -> None:
+    cores = len(os.sched_getaffinity(0))
+    code, err = sweep("seed=range(1,6)", "sweep.jobs=2")
+    assert code == 0, err
+    seen = [start for (start,) in starts(tmp_path).values()]
+    assert max(start["peers"] for start in seen) == 2
+    assert {start["cores"] for start in seen} == {max(1, cores // 2)}
+    (group,) = {start["group"] for start in seen}
+    assert (tmp_path / group / "sweep.csv").exists()
+
+
+def test_each_job_has_gpus_of_its_own(tmp_path: Path, sweep: Command) -> None:
+    words = ("device=auto", "seed=range(1,7)", "sweep.gpus_per_job=2")
+    code, err = sweep(*words, CUDA_VISIBLE_DEVICES="0,1,5,7")
+    assert code == 0, err
+    seen = [start for (start,) in starts(tmp_path).values()]
+    assert {start["gpu"] for start in seen} == {"0,1", "5,7"}
+    assert not any(start["gpu"] in start["others"] for start in seen)
+    assert max(start["peers"] for start in seen) == 2
+    code, err = sweep(*words, "seed=8", CUDA_VISIBLE_DEVICES="")
+    assert code == 2 and "but 0 GPU(s) are visible" in err
+
+
+def test_two_sweeps_at_the_same_time_share_the_jobs(tmp_path: Path) -> None:
+    words = ("seed=range(1,5)", "sweep.jobs=2")
+    with opened(tmp_path, *words, STUB="wait:1") as one:
+        wait_until(lambda: list(tmp_path.glob("*/waiting")), "the first sweep")
+        with opened(tmp_path, *words) as two:
+            assert two.stderr is not None
+            assert any("another sweep has it" in line for line in two.stderr)
+            (tmp_path / "go").touch()
+            errors = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in (one, two)]
+    assert [one.returncode, two.returncode] == [0, 0], errors
+    assert {seed: len(began) for seed, began in starts(tmp_path).items()} == {
+        str(seed): 1 for seed in range(1, 5)
+    }
+    assert set(column(tmp_path, "state").values()) == {"done"}
+
+
+def test_a_request_to_stop_reaches_all_jobs_and_starts_no_other(
+    tmp_path: Path, sweep: Command
+) -> None:
+    words = ("seed=range(1,6)", "sweep.jobs=2")
+    with opened(tmp_path, *words, STUB="wait:2") as process:
+        wait_until(lambda: list(tmp_path.glob("*/waiting")), "the jobs")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 85, err
+    states = column(tmp_path, "state")
+    assert states["2"] == "stopped" and "waiting" in (*states.values(), "waiting")
+    begun = set(starts(tmp_path))
+    assert all(states[seed] == "waiting" for seed in states.keys() - begun)
+    assert sweep(*words)[0] == 0
+    assert no_step_twice(tmp_path)
+
+
+def test_poor_jobs_are_pruned(tmp_path: Path, sweep: Command) -> None:
+    words = ("seed=5,6,7,1,8", "sweep.prune_after=3", "sweep.prune_from=0.3")
+    code, err = sweep(*words, "sweep.prune=0.5", STUB="wait:1")
+    assert code == 0, err
+    assert column(tmp_path, "state") == dict.fromkeys("5678", "done") | {"1": "pruned"}
+    assert column(tmp_path, "step")["1"] == "3"
+    code, err = sweep(*words, "sweep.prune=0.5")
+    assert code == 0 and "pruned before" in err and len(starts(tmp_path)["1"]) == 1
+    assert sweep(*words)[0] == 0
+    assert column(tmp_path, "state")["1"] == "done" and no_step_twice(tmp_path)
+
+
+def test_joblib_starts_the_jobs(tmp_path: Path, sweep: Command) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ("seed=1,2,3", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    code, err = sweep(*words, STUB="fail:2")
+    assert code == 1, err
+    assert column(tmp_path, "state") == {"1": "done", "2": "failed", "3": "done"}
+
+
+def test_a_process_of_joblib_passes_on_a_request_to_stop(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ("seed=1,2,3,4", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    with opened(tmp_path, *words, STUB="wait:2") as process:
+        wait_until(lambda: list(tmp_path.glob("*/waiting")), "the jobs")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 85, err
+    assert column(tmp_path, "state")["2"] == "stopped"
+
+
+def test_optuna_proposes_and_finds_its_finished_trials_again(
+    tmp_path: Path, sweep: Command
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = (
+        "seed=range(1,30)", "sweep.jobs=2", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2",
+        "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=7",
+    )  # fmt: skip
+    code, err = sweep(*words)
+    assert code == 0, err
+    best = yaml.safe_load((tmp_path / ".sweep/optimization_results.yaml").read_text())
+    top1 = {row["seed"]: float(row["top1"]) for row in rows(tmp_path)}
+    assert best["best_value"] == max(top1.values()), "top-1 is to be maximised"
+    began = starts(tmp_path)
+    assert sweep(*words)[0] == 0
+    assert starts(tmp_path) == began and len(began) >= 3
+
+
+def test_refused_inside_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="without torchrun"):
-        run(sweep, 1)
+        Sweep("train.py", read_command(["-m", "seed=1,2"])).begin(OmegaConf.create())
+
+
+def entry(seed: int, lr: str, model: str, **changes: Any) -> Entry:
+    values = {
+        "run": f"run-{seed}", "run_dir": f"runs/run-{seed}", "fingerprint": "0a1b2c3d",
+        "varied": {"optimizer.lr": lr, "model": model, "seed": str(seed)}, "state": "done",
+        "exit_code": 0, "attempts": 1, "seconds": 2.0, "host": "here", "seen": 0.0,
+        "metrics": {"step": 10, "top1": 50.0 + seed, "top5": 90.0, "loss": 1.0 + seed},
+    }  # fmt: skip
+    return Entry(**(values | changes))
+
+
+@pytest.mark.parametrize("metric, order", [("top1", [4, 1, 0, 3]), ("loss", [0, 1, 4, 3])])
+def test_reports(tmp_path: Path, metric: str, order: list[int]) -> None:
+    pytest.importorskip("matplotlib")
+    entries = [
+        entry(0, "0.001", "vit_tiny"),
+        entry(1, "0.01", "resnet18", state="pruned"),
+        entry(3, "1.0", "vit_tiny", state="failed", exit_code=1, metrics={}),
+        entry(4, "0.1", "resnet18", state="stopped", exit_code=85),
+    ]
+    table = write_reports(tmp_path, entries, metric).splitlines()
+    assert table[0].split() == [metric, "state", "exit", "optimizer.lr", "model", "seed", "run"]
+    assert [int(line.split()[5]) for line in table[1:5]] == order
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"

@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 
 NOT_LAW = (
     "run.*", "resume", "plan", "stop_at", "device", "deterministic", "compile", "launch.*", "strategy.*", "nccl.*",
-    "telemetry.*", "checkpoint.*", "guard.*", "evaluate.batch", "evaluate.every_*", "data.root",
+    "telemetry.*", "sweep.*", "checkpoint.*", "guard.*", "evaluate.batch", "evaluate.every_*", "data.root",
     "data.source", "data.cache", "data.worker_kind", "data.workers", "data.prefetch", "batch.micro", "model.activation_checkpointing",
 )  # fmt: skip
 """Keys that say where, when or how fast, but not what is computed (patterns)."""
@@ -38,6 +38,9 @@ LAW_ALL_THE_SAME = ("strategy.sync_batchnorm",)
 
 _ABSENT = object()
 
+_LONGEST_NAME = 200
+"""Of a run's folder: file systems allow 255, and its name becomes part of others."""
+
 ADDED: dict[str, Any] = {
     "data.source": "folder",
     "data.cache": "auto",
@@ -45,6 +48,15 @@ ADDED: dict[str, Any] = {
     "data.worker_kind": "auto",
     "data.shuffle_block": 1,
     "precision.residual": "fp32",
+    "launch.scheduler": "local",
+    "launch.dry_run": False,
+    "launch.slurm": {},
+    "sweep.jobs": "auto",
+    "sweep.gpus_per_job": None,
+    "sweep.metric": "top1",
+    "sweep.prune": None,
+    "sweep.prune_from": 0.25,
+    "sweep.prune_after": 4,
 }
 """Keys that came after runs had been saved, and what those did."""
 
@@ -160,7 +172,11 @@ def run_name(config: Config, choices: Mapping[str, str], swept: Sequence[str]) -
         key, _, value = override.lstrip("+~").partition("=")
         if key not in told:
             name += f"-{key}.{value}"
-    return re.sub(r"[^A-Za-z0-9._=-]+", "_", name)
+    name = re.sub(r"[^A-Za-z0-9._=-]+", "_", name)
+    if len(name) > _LONGEST_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: _LONGEST_NAME - 9]}-{digest}"
+    return name
 
 
 def schema_fields() -> dict[str, FieldInfo]:

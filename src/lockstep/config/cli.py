@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import hydra._internal.hydra as hydra_internals
 import yaml
@@ -36,6 +36,7 @@ usage: python train.py [GROUP=OPTION ...] [KEY=VALUE ...] [FLAGS]
   python train.py launch.processes=4 batch.global=512 four processes, whatever the batch per process
   python train.py plan=true model=vit_large           all numbers and refusals, nothing started
   python train.py -m strategy=single,ddp seed=1,2     a sweep: one run folder for each combination
+  python train.py -m seed=range(8) sweep.jobs=4       four at a time; again, it does what is left
   python train.py --config-path RUN --config-name config    a saved run again
 
 groups (files below conf/):
@@ -71,6 +72,20 @@ HYDRA = (
 holds for a saved configuration, too."""
 
 
+SWEEP_TARGETS = {
+    "hydra.sweeper._target_": ("hydra._internal.core_plugins.", "hydra_plugins."),
+    "hydra.launcher._target_": ("hydra._internal.core_plugins.", "hydra_plugins."),
+    "hydra.sweeper.sampler._target_": ("optuna.samplers.",),
+}
+"""What Hydra makes for a sweep: beginnings of names."""
+
+SWEEP_CODE = (
+    "hydra.sweeper.custom_search_space", "hydra.launcher.setup", "hydra.launcher.python",
+    "hydra.launcher.srun_args", "hydra.launcher.additional_parameters",
+)  # fmt: skip
+"""What Optuna and submitit execute, or hand on to Slurm."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A checked command line."""
@@ -86,7 +101,22 @@ class Command:
     def argv(self) -> list[str]:
         """The arguments as Hydra is to see them."""
         sweep = ["--multirun"] if self.multirun else []
-        return [*self.flags, *sweep, *(() if self.completes else HYDRA), *self.overrides]
+        ours = [] if self.completes else [*HYDRA, *self._optuna]
+        return [*self.flags, *sweep, *ours, *self.overrides]
+
+    @property
+    def _optuna(self) -> list[str]:
+        """What the sweeper cannot know: which way the metric goes, and that failures happen."""
+        if "hydra/sweeper=optuna" not in self.overrides:
+            return []
+        direction = "minimize" if "sweep.metric=loss" in self.overrides else "maximize"
+        return [f"hydra.sweeper.direction={direction}", "hydra.sweeper.max_failure_rate=1.0"]
+
+    @property
+    def varied(self) -> list[str]:
+        """The keys of a sweep that are given several values or a range."""
+        typed = OverridesParser.create().parse_overrides(self.overrides)
+        return [o.key_or_group for o in typed if o.is_sweep_override()]
 
     def swept(self, overrides: Sequence[str]) -> list[str]:
         """Those overrides of a sweep's job that differ from job to job."""
@@ -98,18 +128,40 @@ class Command:
 class _NoCallbacks(Callbacks):
     """Takes the place of Hydra's, which calls whatever the configuration names."""
 
+    sweep_begins: ClassVar[Callable[[DictConfig], None]]
+
     def __init__(self, config: DictConfig | None = None, **_: Any) -> None:
         super().__init__()
         for key in ("hydra.callbacks", "hydra.job.env_set"):
             if config is not None and OmegaConf.select(config, key):
                 raise UserError(f"{key}: a configuration runs nothing here; remove the key")
 
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        for key, allowed in SWEEP_TARGETS.items():
+            if not str(OmegaConf.select(config, key, default=allowed[0])).startswith(allowed):
+                raise UserError(f"{key}: a configuration runs nothing here; remove the key")
+        for key in SWEEP_CODE:
+            typed = any(o.lstrip("+~").startswith(key) for o in config.hydra.overrides.hydra)
+            if OmegaConf.select(config, key) and not typed:
+                raise UserError(f"{key}: only on the command line, since it runs commands")
+        if OmegaConf.select(config, "hydra.sweeper.storage"):
+            raise UserError(
+                "hydra.sweeper.storage: the Optuna that Hydra's sweeper needs cannot use today's "
+                "SQLAlchemy; leave it out: with hydra.sweeper.sampler.seed=N the same command "
+                "finds its finished trials in the sweep's ledger"
+            )
+        _NoCallbacks.sweep_begins(config)
 
-def disarm_hydra() -> None:
+
+def disarm_hydra(sweep_begins: Callable[[DictConfig], None]) -> None:
     """Let Hydra compose, and call nothing: a saved configuration may come from a stranger.
 
     Hydra makes its callbacks of every composed configuration, before it acts upon it.
+
+    Args:
+        sweep_begins: is shown the configuration of a sweep before its jobs are composed.
     """
+    _NoCallbacks.sweep_begins = staticmethod(sweep_begins)
     hydra_internals.Callbacks = _NoCallbacks  # type: ignore[attr-defined]
 
 
@@ -201,6 +253,8 @@ def _missing_file(error: MissingConfigException, text: str) -> str:
     if not group:
         return "configuration: " + " ".join(text.split())
     hint = did_you_mean(option, options)
+    if group.startswith("hydra/"):
+        hint = "; Optuna, joblib and submitit come with pip install -e '.[sweep]'"
     return f"{group} = {option}: no such option{hint}; options: {', '.join(options)}"
 
 
@@ -215,4 +269,4 @@ def _raised_in_hydra(error: Exception) -> bool:
     trace, module = error.__traceback__, ""
     while trace is not None:
         module, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
-    return module.startswith(("hydra.", "omegaconf."))
+    return module.startswith(("hydra.", "hydra_plugins.", "omegaconf.", "optuna."))

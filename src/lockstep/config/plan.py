@@ -312,7 +312,7 @@ def _check_strategy(
     notes: list[str],
 ) -> None:
     s, launch = config.strategy, config.launch
-    if launch.max_nodes > 1 and launch.rendezvous is None:
+    if launch.max_nodes > 1 and launch.rendezvous is None and launch.scheduler == "local":
         problems.append(
             f"launch.nodes = {launch.nodes} needs launch.rendezvous=HOST:PORT, an address of one node "
             "that all nodes reach"

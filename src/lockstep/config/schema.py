@@ -6,6 +6,7 @@ YAML is an error and not a hidden choice. After binding, the configuration is fr
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -13,6 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_FR_", "TORCH_CPP_LOG_LEVEL",
                  "GLOO_", "UCX_", "FI_", "CUDA_DEVICE_MAX_CONNECTIONS")  # fmt: skip
 """What ``nccl.env`` may set: beginnings of names."""
+
+SBATCH = ("account", "begin", "clusters", "comment", "constraint", "core_spec", "cores_per_socket",
+          "cpus_per_gpu", "cpus_per_task", "deadline", "dependency", "exclude", "exclusive", "gpus",
+          "gpus_per_node", "gres", "gres_flags", "hint", "licenses", "mail_type", "mail_user", "mem",
+          "mem_bind", "mem_per_cpu", "mem_per_gpu", "network", "nice", "no_requeue", "nodelist",
+          "open_mode", "partition", "power", "priority", "qos", "requeue", "reservation", "signal",
+          "sockets_per_node", "switches", "threads_per_core", "time", "time_min", "tmp",
+          "wckey")  # fmt: skip
+"""What ``launch.slurm`` may set: options of sbatch that neither run nor write anything."""
+
+SBATCH_VALUE = re.compile(r"[\w.,:;@%+=*&|!()\[\]/-]*")
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -276,8 +288,37 @@ class Telemetry(Section):
     )
 
 
+class Sweep(Section):
+    """How the jobs of ``train.py -m`` share this machine, and which of them are worth going on."""
+
+    jobs: PositiveInt | Literal["auto"] = Field(
+        description="at the same time; auto: as many as sweep.gpus_per_job allows, or one"
+    )
+    gpus_per_job: PositiveInt | None = Field(
+        description="GPUs that each job has for itself; null: every job sees all of them"
+    )
+    metric: Literal["top1", "top5", "loss"] = Field(
+        description="of the last evaluation: sorts the table, and is what Optuna optimises"
+    )
+    prune: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        description="stop a job whose best metric lies below this quantile of what the others had "
+        "reached at the same step; 0.5: the median; null: never"
+    )
+    prune_from: Fraction = Field(description="fraction of its steps before which no job is stopped")
+    prune_after: PositiveInt = Field(description="others that must have come as far")
+
+
 class Launch(Section):
     """Processes and nodes."""
+
+    scheduler: Literal["local", "slurm"] = Field(
+        description="slurm: hand a batch script to sbatch, with one of our agents on each node"
+    )
+    dry_run: bool = Field(description="slurm: print the script, submit nothing")
+    slurm: dict[str, str | int | bool] = Field(
+        description="options of sbatch by their long names, with _ for -: "
+        "launch.slurm.gpus_per_node=8; true: an option without a value"
+    )
 
     processes: PositiveInt | Literal["auto"] = Field(
         description="per node; auto: the visible GPUs, or 1 on CPU"
@@ -297,6 +338,20 @@ class Launch(Section):
         description="a process that stands still for longer, while others wait, hangs"
     )
     grace_seconds: PositiveFloat = Field(description="time to save after a request to stop")
+
+    @field_validator("slurm")
+    @classmethod
+    def _resources_alone(cls, value: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+        # A configuration may come from a stranger, and --wrap or a line break runs code.
+        for name, text in value.items():
+            if name not in SBATCH:
+                raise ValueError(
+                    f"{name}: only {', '.join(SBATCH)}; launch.dry_run=true prints a script to "
+                    "which you can add others"
+                )
+            if not SBATCH_VALUE.fullmatch(str(text)):
+                raise ValueError(f"{name} = {text!r}: no spaces, quotes or line breaks")
+        return value
 
     @field_validator("nodes")
     @classmethod
@@ -357,3 +412,4 @@ class Config(Section):
     guard: Guard
     telemetry: Telemetry
     launch: Launch
+    sweep: Sweep

@@ -40,6 +40,8 @@ from lockstep.telemetry.phases import Phase, read_phases, stack_path
 _FAREWELL_SECONDS = 5.0
 """How long the peers of a failed process may take to say that they lost it."""
 
+_GOODBYE_SECONDS = 0.1
+
 _TAIL_LINES = 20
 
 _CRASH_LOOP = 3
@@ -113,10 +115,16 @@ class Agent(LocalElasticAgent):
                 self._kill()
                 if not self._may_start_again(result):
                     group.state = WorkerState.FAILED
+                    self._say_goodbye()
                     return result
                 self._form_anew(group)
             elif not self.stop_signal and group.spec.rdzv_handler.num_nodes_waiting() > 0:
                 self._make_room(group)
+
+    def _say_goodbye(self) -> None:
+        """Have the agents that are done already not wait for this one, for five minutes."""
+        self._exit_barrier_timeout = _GOODBYE_SECONDS
+        self._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _form_anew(self, group: WorkerGroup) -> None:
         # What workers see as their restart count.

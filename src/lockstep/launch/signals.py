@@ -78,11 +78,11 @@ def restore(before: dict[int, Any]) -> None:
 
 
 @contextmanager
-def handling(handler: Handler) -> Iterator[None]:
-    """Handle the stop signals for a while."""
+def handling(handler: Handler) -> Iterator[dict[int, Any]]:
+    """Handle the stop signals for a while; gives what handled them before."""
     before = install(handler)
     try:
-        yield
+        yield before
     finally:
         restore(before)
 
