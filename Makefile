@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test drill bench bench-data scaling lint clean
+.PHONY: help setup data data-push data-pull train test drill bench bench-data scaling lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,13 @@ setup: $(VENV)/all.stamp ## make .venv with everything: training, DVC, W&B, test
 
 data: $(VENV)/train.stamp ## write the embedded data set below data/digits
 	$(BIN)/python scripts/prepare_data.py digits
+
+data-push: setup ## record data/ with DVC, copy it and what the pipeline made to the remote; ARGS="-r s3"
+	$(BIN)/dvc add data
+	$(BIN)/dvc push $(ARGS)
+
+data-pull: setup ## fetch what this commit's data.dvc and dvc.lock name; ARGS="-r s3"
+	$(BIN)/dvc pull $(ARGS)
 
 train: data ## train a small ViT on the embedded data; more overrides in ARGS="..."
 	$(BIN)/python train.py experiment=digits $(ARGS)

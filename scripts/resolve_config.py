@@ -1,6 +1,6 @@
 """Resolve params.yaml to the one file from which train.py runs: a stage of dvc.yaml.
 
-python scripts/resolve_config.py --to build/config data/digits src/lockstep train.py
+python scripts/resolve_config.py --to build/config --packed build/packed src/lockstep train.py
 
 Writes config.yaml, and beside it the file `run`, which holds the path of the run's folder.
 """
@@ -30,11 +30,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="INPUT",
         help="files and folders that make another run when they change",
     )
+    parser.add_argument(
+        "--packed", type=Path, metavar="FOLDER", help="train from these images; an input, too"
+    )
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), metavar="FILE")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_args(argv)
     try:
-        config = resolve(CONF, args.params, args.inputs)
+        config = resolve(CONF, args.params, args.inputs, packed=args.packed)
         args.to.mkdir(parents=True, exist_ok=True)
         save_config(config, args.to / "config.yaml")
     except UserError as error:

@@ -20,7 +20,7 @@ LEVELS = {
     "engine": 5,
     "worker": 6, "evaluation": 6,
     "launch": 7,
-    "doctor": 8, "drill": 8,
+    "doctor": 8, "drill": 8, "versions": 8,
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 RANK_NAMES = ("get_rank", "RANK", "LOCAL_RANK", "WORLD_SIZE", "get_world_size")

@@ -1,24 +1,18 @@
-"""The doors in scripts/: what they print and return; and the pipeline of dvc.yaml as a whole."""
+"""The doors in scripts/: what they print and return."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from lockstep.config.bind import load_config
 from lockstep.launch import launch
 from lockstep.launch.folder import run_lock
 from scripts import checkpoint, compare_runs, evaluate, export, prepare_data, resolve_config
-from tests.conftest import REPOSITORY, clean_environment
 from tests.runs import configure
 
 SMALL = (
@@ -210,74 +204,3 @@ def test_resolve_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     params.write_text("train: {overrides: [sed=7]}")
     assert resolve_config.main(call) == 2
     assert "did you mean seed?" in capsys.readouterr().err
-
-
-def dvc() -> str:
-    found = shutil.which("dvc", path=str(Path(sys.executable).parent)) or shutil.which("dvc")
-    if found is None:
-        pytest.skip("dvc is not installed: pip install -e '.[dvc]'")
-    return found
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as a new one, with the embedded images and a short run in params.yaml."""
-    clone = tmp_path_factory.mktemp("pipeline") / "clone"
-    names = [".dvc/config", ".dvc/.gitignore", ".dvcignore", ".gitignore", "data.dvc", "dvc.yaml"]
-    for name in [*names, "params.yaml", "train.py"]:
-        (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / name, clone / name)
-    for name in ("conf", "scripts", "src"):
-        shutil.copytree(
-            REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg*")
-        )
-    assert prepare_data.main(["digits", "--root", str(clone / "data")]) == 0
-    params = yaml.safe_load((clone / "params.yaml").read_text())
-    params["train"]["overrides"] = [*SMALL, "steps=2"]
-    (clone / "params.yaml").write_text(yaml.safe_dump(params))
-    subprocess.run(["git", "init", "-q", "."], cwd=clone, check=True)
-    return clone
-
-
-def in_clone(clone: Path, *words: str) -> str:
-    """Run dvc with this interpreter as ``python``; returns what it said."""
-    env = clean_environment()
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    env["PYTHONPATH"] = str(clone / "src")
-    done = subprocess.run(
-        [dvc(), *words], cwd=clone, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def stages_run(said: str) -> list[str]:
-    return re.findall(r"Running stage '([^']+)'", said)
-
-
-def test_the_embedded_images_are_those_of_data_dvc(clone: Path) -> None:
-    assert in_clone(clone, "status", "data.dvc") == "Data and pipelines are up to date.\n"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_pipeline(clone: Path) -> None:
-    everything = ["prepare", "config", "train", "evaluate", "export"]
-    assert stages_run(in_clone(clone, "repro")) == everything
-    card = json.loads((clone / "checkpoints/model.json").read_text())
-    metrics: dict[str, Any] = json.loads((clone / "build/metrics.json").read_text())
-    run = clone / (clone / "build/config/run").read_text().strip()
-    assert metrics["top1"] == card["metrics"]["top1"] == top1(run)
-    assert (clone / "build/history.csv").read_text() == (run / "history.csv").read_text()
-
-    assert stages_run(in_clone(clone, "repro")) == []
-
-    with (clone / "conf/model/vit.yaml").open("a") as file:
-        file.write("activation_checkpointing: true\n")
-    assert stages_run(in_clone(clone, "repro")) == ["config"]
-
-    params = (clone / "params.yaml").read_text()
-    (clone / "params.yaml").write_text(params.replace("steps=2", "steps=3"))
-    assert stages_run(in_clone(clone, "repro")) == everything[1:]
-    assert json.loads((clone / "checkpoints/model.json").read_text())["metrics"]["step"] == 3
-    assert len(list((clone / "runs").iterdir())) == 2, "another configuration, another run"

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint.export import card_path, export_weights, read_card
 from lockstep.checkpoint.manifest import check_law
 from lockstep.checkpoint.store import Store, find_checkpoint
-from lockstep.config.bind import bind_saved, law, load_config
+from lockstep.config.bind import bind_saved, fingerprint, law, load_config
 from lockstep.config.plan import Machine, resolve_device
 from lockstep.config.schema import Config, Fraction, PositiveInt
 from lockstep.data import is_packed, open_split
@@ -51,6 +51,8 @@ class _Metrics(BaseModel):
 class _Card(BaseModel):
     """What a card must hold, whoever wrote it."""
 
+    fingerprint: str | None = None
+    """Of the recipe; cards of earlier versions have none."""
     recipe: dict[str, Any]
     num_classes: PositiveInt
     image_size: PositiveInt
@@ -93,6 +95,8 @@ class Evaluation:
     kind: Kind
     num_left_out: int
     """Images that could not be read (``data.on_error=skip``)."""
+    digest: str
+    """Of the images, as a card has it."""
     notes: list[str]
 
     def text(self) -> str:
@@ -172,6 +176,7 @@ def read_checkpoint(where: Path, wanted: Wanted) -> Weights:
     # The average covers what is trained; other buffers are the model's own.
     state = tensors["model"] | (tensors["ema"] if kind == "ema" else {})
     card = {
+        "fingerprint": fingerprint(config),
         "recipe": config.model_dump(by_alias=True, mode="json"),
         "num_classes": _num_classes(run_dir),
         "image_size": config.model.image_size or config.data.image_size,
@@ -257,7 +262,7 @@ def evaluate_weights(
             batch=batch or config.evaluate.batch,
             device=place,
         )
-    return Evaluation(result, weights.step, weights.kind, loader.num_left_out, notes)
+    return Evaluation(result, weights.step, weights.kind, loader.num_left_out, source.digest, notes)
 
 
 def export(weights: Weights, to: Path) -> None:

@@ -25,7 +25,7 @@ from lockstep import __version__, dist
 from lockstep.checkpoint.export import export_weights, git_revision
 from lockstep.checkpoint.manifest import check_law
 from lockstep.checkpoint.store import Found, Store, refused
-from lockstep.config.bind import law
+from lockstep.config.bind import fingerprint, law
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config, Fraction, PositiveInt
 from lockstep.data import open_split
@@ -447,6 +447,7 @@ def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
 
     def write() -> None:
         card = {
+            "fingerprint": fingerprint(config),
             "recipe": config.model_dump(by_alias=True, mode="json"),
             "num_classes": t.plan.data.num_classes,
             "image_size": t.plan.image_size,

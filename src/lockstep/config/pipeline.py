@@ -22,7 +22,9 @@ SECTION = "train"
 OVERRIDES = "overrides"
 
 
-def resolve(conf: Path, params: Path, inputs: Iterable[Path]) -> Config:
+def resolve(
+    conf: Path, params: Path, inputs: Iterable[Path], *, packed: Path | None = None
+) -> Config:
     """Compose, check and name the pipeline's run.
 
     A finished run is never trained again, so the name of its folder holds a digest of what makes
@@ -33,13 +35,14 @@ def resolve(conf: Path, params: Path, inputs: Iterable[Path]) -> Config:
         params: file whose section ``train`` holds options of config groups (null: the usual one),
             and under ``overrides`` a list of further words of the command line.
         inputs: files and folders that the run is made from.
+        packed: folder of packed images to train from, unless ``overrides`` name others; an input.
 
     Raises:
         UserError: a choice or value is wrong, or an input is missing.
     """
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            words = read_command(read_params(params)).overrides
+            words = read_command([*_place(packed), *read_params(params)]).overrides
             raw = compose("config", words, return_hydra_config=True)
             choices = dict(raw.hydra.runtime.choices)
             config = bind(raw)
@@ -48,7 +51,7 @@ def resolve(conf: Path, params: Path, inputs: Iterable[Path]) -> Config:
         if message is None:
             raise
         raise UserError(f"{params}: {message}") from exc
-    name = f"{run_name(config, choices, swept=[])}-{content_digest(inputs)}"
+    name = f"{run_name(config, choices, swept=[])}-{content_digest([*inputs, *([packed] if packed else [])])}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
@@ -84,6 +87,10 @@ def content_digest(inputs: Iterable[Path]) -> str:
     except OSError as exc:
         raise UserError(f"{exc.filename}: {exc.strerror}; `make data` makes the images") from exc
     return digest.hexdigest()[:8]
+
+
+def _place(packed: Path | None) -> list[str]:
+    return [] if packed is None else ["data.source=packed", f"data.root={packed}"]
 
 
 def _below(top: Path) -> list[Path]:
