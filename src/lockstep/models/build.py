@@ -255,7 +255,12 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 class _Recomputed(nn.Module):
-    """Mixed into the class of a block."""
+    """Mixed into the class of a block.
+
+    What is run again lies within the block, behind the hooks of FSDP: these may cast what the block
+    is given (a rope table) the first time only. timm's own checkpoints lie around the block, and
+    fail where FSDP2 does so.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layers = [m for m in self.modules() if isinstance(m, _BatchNorm)]
