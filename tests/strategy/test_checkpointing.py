@@ -60,7 +60,13 @@ def inputs_cast_once() -> Iterator[None]:
 
 def trained(kind: str, strategy: str, number_format: str, checkpoints: bool) -> list[torch.Tensor]:
     """Losses of two steps, then the gradients of the second."""
-    defaults = {"pretrained": False, "image_size": None, "patch_size": None, "kwargs": {}}
+    defaults = {
+        "pretrained": False,
+        "image_size": None,
+        "patch_size": None,
+        "kwargs": {},
+        "draw": "model",
+    }
     cfg = Model(
         **(defaults | {"drop_path": 0.2} | MODELS[kind]), activation_checkpointing=checkpoints
     )
@@ -81,7 +87,7 @@ def trained(kind: str, strategy: str, number_format: str, checkpoints: bool) -> 
         batch = batch_of(images, targets, piece)
         micro_step(
             state, how, precision(number_format), batch, sums,
-            window=6, last=True, label_smoothing=0.1, enter=nowhere,
+            window=6, last=True, label_smoothing=0.1, graphs=None, enter=nowhere,
         )  # fmt: skip
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         grads = [(g.to_local() if isinstance(g, DTensor) else g).clone() for g in grads]

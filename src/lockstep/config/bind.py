@@ -45,6 +45,7 @@ ADDED: dict[str, Any] = {
     "data.worker_kind": "auto",
     "data.shuffle_block": 1,
     "precision.residual": "fp32",
+    "model.draw": "model",
 }
 """Keys that came after runs had been saved, and what those did."""
 
