@@ -54,6 +54,7 @@ def test_same_run(trained: Trainer, cell: Cell) -> None:
         pytest.param(["strategy.shard=none"], id="shard none"),
         pytest.param(["strategy.cpu_offload=true"], id="offload"),
         pytest.param(["strategy.meta_init=true"], id="meta init"),
+        pytest.param(["model.draw=parameter"], id="weights drawn by shard"),
         pytest.param(["strategy.prefetch=2"], id="prefetch"),
         pytest.param(["model.activation_checkpointing=true"], id="checkpointing"),
         pytest.param(["optimizer.clip_grad_norm=0.1"], id="clipping"),
@@ -63,7 +64,7 @@ def test_same_run(trained: Trainer, cell: Cell) -> None:
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_same_run_with(trained: Trainer, model: str, change: list[str]) -> None:
-    law = [c for c in change if c.startswith("optimizer.")]
+    law = [c for c in change if c.startswith(("optimizer.", "model.draw"))]
     name = f"{model} with {' '.join(change)}"
     run = trained(name, 2, *MODELS[model], "strategy=fsdp", MICRO, *change)
     check_same_run(run, trained.reference(model, MICRO, *law))

@@ -246,7 +246,8 @@ def evaluate_weights(
         meta=False,
     )
     try:
-        model.load_state_dict(weights.state)
+        # Weights that nobody has drawn are not there to be copied to.
+        model.load_state_dict(weights.state, assign=config.model.draw == "parameter")
     except RuntimeError as exc:
         raise UserError(
             f"the weights do not fit {config.model.name} as timm builds it here: "

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from lockstep import __version__, dist
 from lockstep.checkpoint.export import export_weights, git_revision
 from lockstep.checkpoint.manifest import check_law
+from lockstep.checkpoint.shards import local
 from lockstep.checkpoint.store import Found, Store, refused
 from lockstep.config.bind import fingerprint, law
-from lockstep.config.plan import Plan
+from lockstep.config.plan import Plan, even_micro
 from lockstep.config.schema import Config, Fraction, PositiveInt
 from lockstep.data import open_split
 from lockstep.data.loader import Loader
@@ -36,6 +39,7 @@ from lockstep.durable import atomic_write
 from lockstep.engine.graphs import PassGraphs
 from lockstep.engine.guard import RollBack
 from lockstep.engine.loop import StopRequest, Training, fit, main_result
+from lockstep.engine.micro import fewest_rounds, holds
 from lockstep.engine.state import Progress, TrainState
 from lockstep.errors import Stopped, UserError
 from lockstep.models.batchnorm import RunningStatistics
@@ -43,7 +47,7 @@ from lockstep.models.build import blocks, build, no_decay_names
 from lockstep.models.fast import speed_up
 from lockstep.optim.build import build_optimizer
 from lockstep.optim.ema import WeightAverage
-from lockstep.strategy import build_strategy
+from lockstep.strategy import Strategy, build_strategy
 from lockstep.strategy.precision import (
     LossScaler,
     lower_residuals,
@@ -156,52 +160,9 @@ def compose(
     found = find_checkpoint(config, store)
     notes = [*notes, *share_decoding(config, found, train_loader, val_loader)]
 
-    strategy = build_strategy(
-        plan.strategy,
-        config.strategy,
-        config.precision,
-        shard_processes=plan.shard_processes,
-        accumulation=plan.accumulation,
-    )
-    # With meta_init, only rank 0 holds weights; prepare() hands out the shards.
-    meta = config.strategy.meta_init and strategy.materialises_meta and not dist.is_main()
-    model = dist.together(
-        lambda: build(
-            config.model,
-            image_size=plan.image_size,
-            num_classes=plan.data.num_classes,
-            seed=config.seed,
-            meta=meta,
-        )
-    )
-    if config.precision.name == "fp8":
-        dist.together(lambda: use_fp8(model, device))
-    if config.precision.residual == "low":
-        lower_residuals(model, config.precision)
-    if plan.compile != "off":
-        compile_in_place(model, plan.compile, by_block=strategy.materialises_meta)
-    if device.type == "cuda" and not strategy.materialises_meta:
-        # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.
-        model.to(memory_format=torch.channels_last)
-    module = strategy.prepare(model, device)
-    statistics = RunningStatistics(model)
-    optimizer = dist.together(
-        lambda: build_optimizer(
-            model,
-            config.optimizer,
-            no_decay=no_decay_names(model),
-            fused=device.type == "cuda" and not config.strategy.cpu_offload,
-        )
-    )
-    state = TrainState(
-        model=model,
-        module=module,
-        optimizer=optimizer,
-        scaler=LossScaler(config.precision),
-        statistics=statistics,
-        ema=WeightAverage(model, statistics.buffers, config.ema) if config.ema.enabled else None,
-        progress=Progress(),
-    )
+    plan, told = settle_micro_batch(config, plan, device, found)
+    state, strategy = build_state(config, plan, device)
+    notes = [*notes, *told]
 
     recordable = plan.strategy == "single" and not config.model.activation_checkpointing
     records = plan.compile == "graphs" or (plan.compile == "max" and recordable)
@@ -219,9 +180,9 @@ def compose(
     if found is not None:
         notes += restore(state, store, found, manifest)
     else:
-        statistics.split(statistics.buffers)
+        state.statistics.split(state.statistics.buffers)
         if state.ema is not None:
-            statistics.split(state.ema.buffers)
+            state.statistics.split(state.ema.buffers)
     state.progress.skipped_steps = sorted({*state.progress.skipped_steps, *skipped})
     telemetry = dist.on_main_only(
         lambda: open_telemetry(
@@ -250,7 +211,9 @@ def compose(
         device=device,
         strategy=strategy,
         state=state,
-        graphs=PassGraphs(list(model.parameters())) if records and device.type == "cuda" else None,
+        graphs=PassGraphs(list(state.model.parameters()))
+        if records and device.type == "cuda"
+        else None,
         train_loader=train_loader,
         val_loader=val_loader,
         store=store,
@@ -260,6 +223,125 @@ def compose(
         manifest=manifest,
         saved_step=state.progress.step if found is not None else -1,
     )
+
+
+def build_state(
+    config: Config, plan: Plan, device: torch.device, *, compiled: bool = True
+) -> tuple[TrainState, Strategy]:
+    """Model, strategy and optimiser at the start of a run. All ranks enter here.
+
+    Args:
+        compiled: as the plan says; False: not.
+    """
+    strategy = build_strategy(
+        plan.strategy,
+        # strategy=auto is decided by the plan.
+        config.strategy.model_copy(update={"shard": plan.shard, "cpu_offload": plan.cpu_offload}),
+        config.precision,
+        shard_processes=plan.shard_processes,
+        accumulation=plan.accumulation,
+    )
+    # With meta_init, only rank 0 holds weights; prepare() hands out the shards.
+    drawn_whole = config.model.draw == "model" or config.model.pretrained
+    hands_out = config.strategy.meta_init and strategy.materialises_meta and drawn_whole
+    meta = hands_out and not dist.is_main()
+    model = dist.together(
+        lambda: build(
+            config.model,
+            image_size=plan.image_size,
+            num_classes=plan.data.num_classes,
+            seed=config.seed,
+            meta=meta,
+        )
+    )
+    if config.precision.name == "fp8":
+        dist.together(lambda: use_fp8(model, device))
+    if config.precision.residual == "low":
+        lower_residuals(model, config.precision)
+    if compiled and plan.compile != "off":
+        compile_in_place(model, plan.compile, by_block=strategy.materialises_meta)
+    if device.type == "cuda" and not strategy.materialises_meta:
+        # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.
+        model.to(memory_format=torch.channels_last)
+    module = strategy.prepare(model, device)
+    statistics = RunningStatistics(model)
+    optimizer = dist.together(
+        lambda: build_optimizer(
+            model,
+            config.optimizer,
+            no_decay=no_decay_names(model),
+            fused=device.type == "cuda" and not plan.cpu_offload,
+        )
+    )
+    state = TrainState(
+        model=model,
+        module=module,
+        optimizer=optimizer,
+        scaler=LossScaler(config.precision),
+        statistics=statistics,
+        ema=WeightAverage(model, statistics.buffers, config.ema) if config.ema.enabled else None,
+        progress=Progress(),
+    )
+    return state, strategy
+
+
+def settle_micro_batch(
+    config: Config, plan: Plan, device: torch.device, found: Found | None
+) -> tuple[Plan, list[str]]:
+    """The plan with ``batch.micro=auto`` replaced by a number, and what to tell. All ranks enter here.
+
+    Args:
+        found: what will be resumed; its micro-batch stays.
+
+    Raises:
+        UserError: not even one image fits.
+    """
+    if not plan.tries_micro:
+        return plan, []
+    whole = math.ceil(plan.global_batch / plan.world_size)
+    if found is not None:
+        kept = even_micro(whole, math.ceil(whole / checked(found).micro_batch))
+        return plan.with_micro(kept), [f"batch.micro=auto: {kept}, kept from {found.path.name}"]
+    # DDP reduces gradients in backward, where a rank that has run out would be waited for.
+    alone = replace(plan, strategy="single") if plan.strategy == "ddp" else plan
+    parts: list[tuple[TrainState, Strategy]] = []
+    tries: list[int] = []
+
+    def fits(micro: int) -> bool:
+        tries.append(micro)
+        if not parts:
+            parts.append(build_state(config, alone, device, compiled=False))
+            parts[0][0].tensors()  # gives the optimiser its state
+        held = holds(
+            *parts[0],
+            config.precision,
+            device,
+            micro=micro,
+            image_size=plan.image_size,
+            num_classes=plan.data.num_classes,
+        )
+        if dist.any_rank(not held):
+            parts.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return bool(parts)
+
+    rounds = fewest_rounds(fits, whole, plan.accumulation)
+    parts.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    if rounds is None:
+        raise UserError(
+            f"batch.micro = auto: not even one image of {plan.image_size} px fits {device}: use "
+            "model.activation_checkpointing=true, strategy=fsdp, or a smaller model"
+        )
+    micro = even_micro(whole, rounds)
+    times = "once" if rounds == 1 else f"{rounds} times"
+    told = (
+        f"batch.micro=auto: {micro} images a forward pass, {times} a step, is the most that fits "
+        f"(tried {', '.join(map(str, tries))}); a resume keeps it"
+    )
+    return plan.with_micro(micro), [told]
 
 
 def make_deterministic() -> None:
@@ -505,8 +587,9 @@ def whole_weights(state: TrainState) -> dict[str, torch.Tensor]:
         state.statistics.set_batches_tracked(state.progress.micro_batches)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: dict[str, Any] = get_model_state_dict(state.model, options=options)
-        # A copy: on the CPU these are the live tensors, which change when `whole` ends.
-        return {name: tensor.clone() for name, tensor in whole.items()}
+        # On the CPU these are the live tensors, which change when `whole` ends.
+        live = {local(tensor).data_ptr() for tensor in state.model.state_dict().values()}
+        return {n: t.clone() if t.data_ptr() in live else t for n, t in whole.items()}
 
 
 def versions() -> dict[str, str]:

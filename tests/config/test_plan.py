@@ -17,7 +17,13 @@ EIGHT = Machine(num_gpus=8, cores=64, gpu_memory_bytes=80 * GIB)
 ONE = replace(EIGHT, num_gpus=1)
 DATA = DataFacts(num_train=1000, num_val=100, num_classes=10)
 MODEL = ModelFacts(
-    parameters=1_000_000, forward_flops=10**9, activation_bytes=10**6, has_batchnorm=False
+    parameters=1_000_000,
+    forward_flops=10**9,
+    activation_bytes=10**6,
+    has_batchnorm=False,
+    checkpointed_bytes=10**5,
+    block_parameters=80_000,
+    blocks=12,
 )
 BATCHNORM = replace(MODEL, has_batchnorm=True)
 
@@ -205,13 +211,31 @@ WEIGHTS = 4 * MODEL.parameters
                 "gradients": WEIGHTS // 8,
                 "optimiser": 2 * WEIGHTS // 8,
                 "ema": WEIGHTS // 8,
+                "copies": 4 * (40_000 + 3 * 80_000),
             },
             id="fsdp full",
         ),
         pytest.param(
+            ["strategy=fsdp", "precision=bf16", "strategy.prefetch=3"],
+            {"copies": 2 * (40_000 + 5 * 80_000)},
+            id="fsdp full gathers blocks in bf16",
+        ),
+        pytest.param(
             ["strategy=fsdp", "strategy.shard=grad_op"],
-            {"parameters": WEIGHTS, "gradients": WEIGHTS // 8},
+            {"parameters": WEIGHTS // 8, "gradients": WEIGHTS // 8, "copies": WEIGHTS},
             id="fsdp grad_op",
+        ),
+        pytest.param(
+            ["strategy=fsdp", "strategy.shard=grad_op", "precision=bf16", "batch.micro=1"],
+            {"parameters": WEIGHTS // 8, "gradients": WEIGHTS, "copies": WEIGHTS // 2},
+            id="fsdp grad_op accumulates whole gradients",
+        ),
+        pytest.param(["strategy=ddp"], {"copies": 0, "CUDA": GIB}, id="ddp"),
+        pytest.param(["strategy=ddp", "precision=bf16"], {"copies": WEIGHTS // 2}, id="autocast"),
+        pytest.param(
+            ["strategy=ddp", "model.activation_checkpointing=true", "precision=bf16"],
+            {"activations": 8 * 10**5},
+            id="checkpointing keeps the residual stream in fp32",
         ),
         pytest.param(
             ["strategy=hsdp"], {"parameters": WEIGHTS // 4, "gradients": WEIGHTS // 4}, id="hsdp"
@@ -228,7 +252,163 @@ def test_memory(overrides: list[str], expected: dict[str, int]) -> None:
 
 def test_checkpointing_and_offload_need_less() -> None:
     assert memory("model.activation_checkpointing=true")["activations"] < memory()["activations"]
-    assert set(memory("strategy=fsdp", "strategy.cpu_offload=true")) == {"activations"}
+    kept = memory("strategy=fsdp", "strategy.cpu_offload=true").keys()
+    assert kept == {"copies", "activations", "CUDA"}
+
+
+SEVEN_B = ModelFacts(
+    parameters=6_720_127_976,
+    forward_flops=2_725_494_849_536,
+    activation_bytes=2_582_087_880,
+    has_batchnorm=False,
+    checkpointed_bytes=196_899_672,
+    block_parameters=167_821_312,
+    blocks=40,
+)
+"""vit_7b at 224 px, as counted."""
+
+
+def gpus(number: int, gib: float, *, nvlink: bool = True, host: int = 1024) -> Machine:
+    return Machine(number, 64, int(gib * GIB), host * GIB, nvlink if number > 1 else None)
+
+
+LARGE = ["model=vit_7b", "precision=bf16", "batch.global=256", "batch.micro=auto"]
+NODES = ["launch.nodes=4", "launch.rendezvous=a:1"]
+GIANT = replace(SEVEN_B, parameters=10**9, block_parameters=25 * 10**6)
+
+
+@pytest.mark.parametrize(
+    "machine, model, overrides, strategy, why",
+    [
+        pytest.param(
+            gpus(1, 140), SEVEN_B, [], "single", "113.8 of 140 GiB, so the GPU", id="h200"
+        ),
+        pytest.param(
+            gpus(8, 140), SEVEN_B, [], "ddp", "so every GPU holds the whole model", id="8 h200"
+        ),
+        pytest.param(
+            gpus(8, 80),
+            SEVEN_B,
+            [],
+            "fsdp strategy.shard=grad_op",
+            "ddp 113.8 would not fit",
+            id="grad_op",
+        ),
+        pytest.param(
+            gpus(8, 24),
+            SEVEN_B,
+            [],
+            "fsdp strategy.shard=full",
+            "of 24 GiB; ddp 113.8, grad_op 48.1 would not fit",
+            id="full",
+        ),
+        pytest.param(
+            gpus(8, 24, nvlink=False),
+            SEVEN_B,
+            [],
+            "fsdp strategy.shard=full",
+            "without NVLink, gathering weights limits the speed",
+            id="full over slow links",
+        ),
+        pytest.param(
+            gpus(1, 80),
+            SEVEN_B,
+            [],
+            "fsdp strategy.shard=full strategy.cpu_offload=true",
+            "single 113.8 would not fit",
+            id="offload",
+        ),
+        pytest.param(
+            gpus(8, 80), SEVEN_B, NODES, "hsdp strategy.shard=grad_op", "ddp 113.8", id="hsdp"
+        ),
+        pytest.param(
+            gpus(8, 24), SEVEN_B, NODES, "hsdp strategy.shard=full", "hsdp 48.1", id="hsdp full"
+        ),
+        pytest.param(gpus(8, 80), GIANT, [], "ddp", "holds the whole model", id="1 B over NVLink"),
+        pytest.param(
+            gpus(8, 80, nvlink=False),
+            GIANT,
+            [],
+            "fsdp strategy.shard=grad_op",
+            "without NVLink, because it sends less than ddp",
+            id="1 B over slow links",
+        ),
+        pytest.param(
+            gpus(8, 80, nvlink=False), MODEL, [], "ddp", "holds the whole model", id="small"
+        ),
+        pytest.param(
+            gpus(1, 140),
+            SEVEN_B,
+            ["batch.micro=null"],
+            "single",
+            "the GPU holds the whole model",
+            id="a large micro-batch is no reason for offload",
+        ),
+    ],
+)
+def test_auto(
+    machine: Machine, model: ModelFacts, overrides: list[str], strategy: str, why: str
+) -> None:
+    found = plan(*LARGE, *overrides, machine=machine, model=model)
+    assert str(found.layout) == strategy
+    assert why in found.strategy_rule
+    row = next(line for line in found.text().splitlines() if line.startswith("strategy"))
+    assert f"{strategy} (chosen by auto: {found.strategy_rule[16:]}" in row
+
+
+@pytest.mark.parametrize(
+    "machine, overrides, told",
+    [
+        pytest.param(
+            gpus(2, 80),
+            ["strategy=ddp"],
+            "strategy = ddp: vit_7b_patch16_dinov3 needs about 114 GiB of a GPU that has 80, with "
+            "one image at a time: use strategy=fsdp strategy.shard=grad_op (64 GiB), or "
+            "strategy=fsdp strategy.shard=full (52 GiB)",
+            id="ddp",
+        ),
+        pytest.param(
+            gpus(1, 80),
+            ["strategy=single"],
+            "use strategy=fsdp strategy.shard=full on 2 GPUs (52 GiB)",
+            id="single",
+        ),
+        pytest.param(
+            gpus(1, 80, host=64),
+            [],
+            "strategy.cpu_offload=true: the processes of a node need about 100 GiB of host memory, "
+            "which has 64",
+            id="neither GPU nor host",
+        ),
+        pytest.param(
+            gpus(1, 116),
+            ["strategy=single", "model.activation_checkpointing=false", "batch.micro=1",
+             "model.kwargs={}", "ema.enabled=true"],
+            "or strategy=fsdp strategy.shard=full strategy.cpu_offload=true (3 GiB, 125 of host",
+            id="offload is offered",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_is_refused(machine: Machine, overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(*LARGE, *overrides, machine=machine, model=SEVEN_B)
+    assert told in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_may_not_fit_is_told() -> None:
+    found = plan(*LARGE, "batch.micro=128", machine=gpus(1, 140), model=SEVEN_B)
+    assert "128 images a forward pass may not fit the GPU: batch.micro=82" in found.notes[0]
+
+
+def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
+    found = plan(*LARGE, machine=gpus(1, 140), model=SEVEN_B)
+    assert found.tries_micro
+    assert (found.micro_batch, found.fixed_micro, found.accumulation) == (64, 64, 4)
+    assert "batch.micro=auto" in found.text()
+    tried = found.with_micro(86)
+    assert (tried.micro_batch, tried.fixed_micro, tried.accumulation) == (86, 86, 3)
+    assert not tried.tries_micro and "batch.micro=auto" not in tried.text()
 
 
 # --- refusals ---------------------------------------------------------------------------------
@@ -294,6 +474,12 @@ def test_checkpointing_and_offload_need_less() -> None:
             {},
             "strategy.meta_init = true needs strategy=fsdp, not single",
             id="meta init without fsdp",
+        ),
+        pytest.param(
+            ["batch.micro=auto"],
+            {"model": BATCHNORM},
+            "batch.micro = auto: BatchNorm's statistics",
+            id="another GPU, other BatchNorm",
         ),
         pytest.param(
             ["strategy=ddp", "strategy.sync_batchnorm=true"],

@@ -24,6 +24,7 @@ def config(name: str, **changes: Any) -> Model:
         "patch_size": None,
         "drop_path": 0.0,
         "activation_checkpointing": False,
+        "draw": "model",
         "kwargs": {},
     }
     return Model(**(values | changes))
@@ -166,6 +167,22 @@ def test_activations_are_those_that_autograd_keeps() -> None:
         out = model(torch.randn(8, 3, 32, 32))
     assert out.requires_grad
     assert facts.activation_bytes == pytest.approx(sum(kept.values()) / 8, rel=0.1)
+
+
+def test_one_more_checkpointed_block_keeps_its_input() -> None:
+    few, more = (
+        count(
+            config("vit_tiny_patch16_224", patch_size=8, kwargs=TINY["kwargs"] | {"depth": depth}),
+            image_size=32,
+            num_classes=10,
+        )
+        for depth in (3, 4)
+    )
+    tokens, width = 4 * 4 + 1, 48
+    assert more.checkpointed_bytes - few.checkpointed_bytes == tokens * width * 4
+    assert few.checkpointed_bytes < few.activation_bytes
+    assert few.parameters + few.block_parameters == more.parameters
+    assert (few.blocks, more.blocks) == (3, 4)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def tiny(name: str, *, meta: bool, size: int = 32, **changes: Any) -> nn.Module:
         "patch_size": None,
         "drop_path": 0.2,
         "activation_checkpointing": False,
+        "draw": "model",
         "kwargs": {},
     }
     cfg = Model(**(values | changes))

@@ -48,6 +48,7 @@ ADDED: dict[str, Any] = {
     "data.worker_kind": "auto",
     "data.shuffle_block": 1,
     "precision.residual": "fp32",
+    "model.draw": "model",
     "launch.scheduler": "local",
     "launch.dry_run": False,
     "launch.slurm": {},

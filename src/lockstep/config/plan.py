@@ -7,24 +7,19 @@ model; imports no torch, so that it can be tested and printed anywhere.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lockstep.config import sizing
 from lockstep.config.schema import Config
+from lockstep.config.sizing import GIB, Layout, Load, Machine, ModelFacts
 from lockstep.errors import UserError
 
-GIB = 2**30
+__all__ = ["GIB", "DataFacts", "Machine", "ModelFacts", "Plan", "even_micro", "make_plan",
+           "replan", "resolve_device"]  # fmt: skip
+
 COMPILING_PAYS_FROM = 1000
 """Steps. Compiling takes about a minute, which a step of 40 ms earns back in 1,000 to 10,000."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What this machine offers."""
-
-    num_gpus: int
-    cores: int
-    gpu_memory_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -37,23 +32,14 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Counts of the built model at the run's image size."""
-
-    parameters: int
-    forward_flops: int
-    """Floating-point operations of one image's forward pass; a multiply-add counts as two."""
-    activation_bytes: int
-    """Bytes kept for backward per image in fp32."""
-    has_batchnorm: bool
-
-
-@dataclass(frozen=True)
 class Plan:
     """Derived numbers of a run; everything that is not a preference."""
 
     device: str
     strategy: str
+    shard: str
+    cpu_offload: bool
+    strategy_rule: str
     nodes: int
     processes_per_node: int
     devices_per_process: int
@@ -61,6 +47,8 @@ class Plan:
     global_batch: int
     micro_batch: int
     fixed_micro: int | None
+    tries_micro: bool
+    """``micro_batch`` is an estimate, to be replaced by what the device holds (batch.micro=auto)."""
     accumulation: int
     steps_per_epoch: int
     total_steps: int
@@ -85,6 +73,22 @@ class Plan:
         """Plain values, as written to ``plan.json``."""
         return asdict(self) | {"world_size": self.world_size}
 
+    @property
+    def layout(self) -> Layout:
+        """Who holds what."""
+        return Layout(self.strategy, self.shard, self.shard_processes, self.cpu_offload)
+
+    def with_micro(self, micro: int) -> Plan:
+        """The plan with the micro-batch that was found by trying (``batch.micro=auto``)."""
+        lanes = self.world_size * self.devices_per_process
+        return replace(
+            self,
+            micro_batch=micro,
+            fixed_micro=micro,
+            accumulation=math.ceil(self.global_batch / (micro * lanes)),
+            tries_micro=False,
+        )
+
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Plan:
         """The inverse of :meth:`to_json`."""
@@ -97,19 +101,21 @@ class Plan:
         """The plan as an aligned table."""
         total = sum(self.memory_bytes.values())
         flops = 3 * self.model.forward_flops * self.global_batch
-        parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in self.memory_bytes.items())
+        parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in self.memory_bytes.items() if v)
+        rounds = f"x {self.accumulation} accumulation"
+        if self.tries_micro:
+            rounds += "; batch.micro=auto tries at the start"
         of = f" of {self.gpu_memory_bytes / GIB:.0f}" if self.gpu_memory_bytes else ""
         devices = f"{self.nodes} node(s) x {self.processes_per_node} process(es) on {self.device}"
         if self.devices_per_process > 1:
             devices += f", {self.devices_per_process} devices each"
         rows = [
-            ("strategy", self.strategy),
+            ("strategy", f"{self.layout}{self.strategy_rule and f' ({self.strategy_rule})'}"),
             ("devices", devices),
             ("data", (f"{self.data.num_train:,} train, {self.data.num_val:,} val, "
                       f"{self.data.num_classes:,} classes at {self.image_size} px")),
             ("global batch", (f"{self.global_batch} = up to {self.micro_batch} a forward pass "
-                              f"x {self.world_size * self.devices_per_process} device(s) "
-                              f"x {self.accumulation} accumulation")),
+                              f"x {self.world_size * self.devices_per_process} device(s) {rounds}")),
             ("steps", (f"{self.total_steps:,} ({self.steps_per_epoch:,} an epoch, "
                        f"the last of {self.last_window} samples; {self.warmup_steps:,} warm-up)")),
             ("peak lr", self.lr_rule),
@@ -136,27 +142,40 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     device = resolve_device(config, machine)
     processes, devices_each = _processes(config, machine, device, problems)
     world = processes * config.launch.max_nodes
-    strategy = resolve_strategy(config, world)
-    shard = _shard_processes(config, strategy, world, processes, problems)
+    layout, why = _layout(config, machine, model, device, processes, problems)
+    strategy = layout.strategy
     _check_strategy(config, device, strategy, world, model, problems, notes)
     _check_speed(config, device, strategy, problems)
     _check_data(config, data, device, problems)
 
     batch = config.batch
     lanes = world * devices_each
-    if batch.micro_batch is not None and batch.micro_batch > batch.global_batch:
+    tries = batch.micro_batch == "auto"
+    asked = None if batch.micro_batch == "auto" else batch.micro_batch
+    if asked is not None and asked > batch.global_batch:
         problems.append(
-            f"batch.micro = {batch.micro_batch} is larger than batch.global = "
+            f"batch.micro = {asked} is larger than batch.global = "
             f"{batch.global_batch}: a forward pass cannot hold more than one optimiser step"
         )
-    micro = batch.micro_batch or math.ceil(batch.global_batch / lanes)
+    whole = math.ceil(batch.global_batch / lanes)
+    micro = asked or whole
+    gpu_bytes = machine.gpu_memory_bytes if device == "cuda" else None
+    fitting = sizing.largest_micro(config, layout, micro, model, gpu_bytes)
+    if tries:
+        _check_tries(config, model, fitting, problems)
+        micro = even_micro(whole, math.ceil(whole / fitting))
+    elif fitting < micro:
+        notes.append(
+            f"{micro} images a forward pass may not fit the GPU: batch.micro={fitting} by the "
+            "estimate, or batch.micro=auto to try (without BatchNorm)"
+        )
     accumulation = max(1, math.ceil(batch.global_batch / (micro * lanes)))
     if batch.global_batch < lanes:
         notes.append(
             f"batch.global = {batch.global_batch} is smaller than {lanes} devices: "
             f"{lanes - batch.global_batch} of them compute nothing"
         )
-    elif batch.micro_batch and (chunks := math.ceil(batch.global_batch / micro)) % lanes:
+    elif asked and (chunks := math.ceil(batch.global_batch / micro)) % lanes:
         notes.append(
             f"{chunks} micro-batches of {micro} over {lanes} devices: "
             f"{lanes - chunks % lanes} of them idle in the last of {accumulation} rounds"
@@ -169,18 +188,25 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     if config.stop_at is not None and config.stop_at > total_steps:
         problems.append(f"stop_at = {config.stop_at} is after the last step {total_steps}")
     threads = config.data.workers or max(1, machine.cores // processes)
+    if not problems and device == "cuda":
+        problem = sizing.misfit(config, layout, model, machine, world, processes)
+        problems += [problem] if problem else []
     if problems:
         raise UserError("\n".join(problems))
     return Plan(
         device=device,
         strategy=strategy,
+        shard=layout.shard,
+        cpu_offload=layout.offload,
+        strategy_rule=why,
         nodes=config.launch.max_nodes,
         processes_per_node=processes,
         devices_per_process=devices_each,
-        shard_processes=shard,
+        shard_processes=layout.shard_processes,
         global_batch=batch.global_batch,
         micro_batch=min(micro, batch.global_batch),
-        fixed_micro=batch.micro_batch,
+        fixed_micro=micro if tries else asked,
+        tries_micro=tries,
         accumulation=accumulation,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
@@ -193,8 +219,9 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         threads=threads,
         data=data,
         model=model,
-        memory_bytes=_memory(config, strategy, shard, micro, model),
-        gpu_memory_bytes=machine.gpu_memory_bytes if device == "cuda" else None,
+        memory_bytes=sizing.memory(config, layout, Load(micro, accumulation), model)
+        | ({"CUDA": sizing.CONTEXT_BYTES} if device == "cuda" else {}),
+        gpu_memory_bytes=gpu_bytes,
         notes=notes,
     )
 
@@ -228,11 +255,9 @@ def resolve_device(config: Config, machine: Machine) -> str:
     return config.device
 
 
-def resolve_strategy(config: Config, world: int) -> str:
-    """``auto`` is single for one process and DDP for more."""
-    if config.strategy.name != "auto":
-        return config.strategy.name
-    return "single" if world == 1 else "ddp"
+def even_micro(slice_size: int, rounds: int) -> int:
+    """Images of a forward pass when ``slice_size`` of them take so many."""
+    return math.ceil(slice_size / rounds)
 
 
 def resolve_compile(
@@ -281,6 +306,34 @@ def _processes(
             f"use launch.processes={available}, or device=cpu"
         )
     return processes, 1
+
+
+def _layout(
+    config: Config,
+    machine: Machine,
+    model: ModelFacts,
+    device: str,
+    processes: int,
+    problems: list[str],
+) -> tuple[Layout, str]:
+    """Who holds what, and why if that is left to us."""
+    s, nodes = config.strategy, config.launch.max_nodes
+    if s.name == "auto":
+        layout, why = sizing.choose(config, model, machine, nodes, processes, device == "cuda")
+        return layout, f"chosen by auto: {why}"
+    shares = _shard_processes(config, s.name, processes * nodes, processes, problems)
+    shard = s.shard if s.name in ("fsdp", "hsdp") else "none"
+    return Layout(s.name, shard, shares, s.cpu_offload), ""
+
+
+def _check_tries(config: Config, model: ModelFacts, fitting: int, problems: list[str]) -> None:
+    if config.strategy.name == "dp":
+        problems.append("batch.micro = auto does not do strategy=dp: use ddp, or a number")
+    if model.has_batchnorm:
+        problems.append(
+            "batch.micro = auto: BatchNorm's statistics are those of a micro-batch, so another GPU "
+            f"would give another run: use a number (by the estimate {fitting} fit)"
+        )
 
 
 def _shard_processes(
@@ -333,10 +386,16 @@ def _check_strategy(
         host, _, port = rendezvous.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             problems.append(f"launch.rendezvous = {rendezvous}: expected HOST:PORT")
-    if strategy == "hsdp" and s.shard == "none":
+    if s.name == "hsdp" and s.shard == "none":
         problems.append("strategy.shard = none with strategy=hsdp: that is strategy=ddp")
     if s.cpu_offload and strategy not in ("fsdp", "hsdp"):
         problems.append(f"strategy.cpu_offload = true needs strategy=fsdp, not {strategy}")
+    if config.optimizer.name.lower() == sizing.ADAMW_8BIT and strategy in ("fsdp", "hsdp"):
+        problems.append(
+            f"optimizer.name = {config.optimizer.name} with strategy={strategy}: its blocks of 256 "
+            "values would change with the shards, and the run with them: use strategy=ddp or "
+            "single, or optimizer=adamw, whose state is sharded"
+        )
     if s.meta_init and strategy not in ("fsdp", "hsdp"):
         problems.append(f"strategy.meta_init = true needs strategy=fsdp, not {strategy}")
     if s.sync_batchnorm and not model.has_batchnorm:
@@ -425,27 +484,3 @@ def _check_data(config: Config, data: DataFacts, device: str, problems: list[str
         )
     if list(config.schedule.milestones) != sorted(config.schedule.milestones):
         problems.append(f"schedule.milestones = {list(config.schedule.milestones)}: not ascending")
-
-
-def _memory(
-    config: Config, strategy: str, shard: int, micro: int, model: ModelFacts
-) -> dict[str, int]:
-    """Rough bytes of one device: what is kept from step to step, and the activations."""
-    fp32 = 4 * model.parameters
-    moments = {"sgd": 1 if config.optimizer.kwargs.get("momentum") else 0}.get(
-        config.optimizer.name.lower(), 2
-    )
-    full = config.strategy.shard == "full"
-    half = config.precision.name in ("bf16", "fp16", "fp8")
-    activations = model.activation_bytes * micro // (2 if half else 1)
-    if config.model.activation_checkpointing:
-        activations //= 8
-    if strategy in ("fsdp", "hsdp") and config.strategy.cpu_offload:
-        return {"activations": activations}
-    return {
-        "parameters": fp32 // (shard if full else 1),
-        "gradients": fp32 // shard,
-        "optimiser": moments * fp32 // shard,
-        "ema": fp32 // shard if config.ema.enabled else 0,
-        "activations": activations,
-    }

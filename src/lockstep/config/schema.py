@@ -55,9 +55,10 @@ class Batch(Section):
     global_batch: PositiveInt = Field(
         alias="global", description="samples per optimiser step over all processes: the invariant"
     )
-    micro_batch: PositiveInt | None = Field(
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
         alias="micro",
-        description="samples per forward pass of one process; null: the process's whole slice",
+        description="samples per forward pass of one process; null: the process's whole slice; "
+        "auto: as many as the device holds, tried at the start and kept by a resume",
     )
 
 
@@ -73,6 +74,10 @@ class Model(Section):
     )
     drop_path: Rate = Field(description="stochastic depth rate of the last block")
     activation_checkpointing: bool = Field(description="recompute blocks in backward")
+    draw: Literal["model", "parameter"] = Field(
+        description="first weights. model: as torch draws them, one after the other, whole in host "
+        "memory; parameter: each from its own stream, in parallel, on its device and shard alone"
+    )
     kwargs: dict[str, Any] = Field(description="further arguments of timm.create_model")
 
 
@@ -80,7 +85,8 @@ class Strategy(Section):
     """How the processes share the work."""
 
     name: Literal["single", "dp", "ddp", "fsdp", "hsdp", "auto"] = Field(
-        description="auto: single for one process, else ddp"
+        description="auto: single for one process, else ddp; fsdp or hsdp where the model does not "
+        "fit a GPU (the plan says why)"
     )
     shard: Literal["full", "grad_op", "none"] = Field(
         description="fsdp: what is sharded. full: parameters, gradients, optimiser state; "

@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.checkpoint.shards import Tensors
 from lockstep.models.batchnorm import RunningStatistics
@@ -82,7 +84,9 @@ class TrainState:
 
     def adopt(self, tensors: Tensors, meta: dict[str, Any]) -> None:
         """Take over what was loaded into ``tensors()``. All ranks enter here."""
-        flat = self._flat_optimizer() | tensors["optimizer"]
+        flat = self._flat_optimizer()
+        # Parts of a quantised tensor have been loaded in place.
+        flat |= {k: v for k, v in tensors["optimizer"].items() if k in flat}
         set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
         self._adopt_optimizer_numbers(meta["optimizer"])
         self.model.load_state_dict(tensors["model"])
@@ -107,10 +111,11 @@ class TrainState:
             for parameter in group["params"]
         }
         return {
-            f"{owner}.{key}": value
+            name: tensor
             for owner, values in (states | groups).items()
             for key, value in values.items()
             if isinstance(value, torch.Tensor)
+            for name, tensor in _plain(f"{owner}.{key}", value)
         }
 
     def _optimizer_numbers(self) -> dict[str, Any]:
@@ -128,6 +133,14 @@ class TrainState:
             self.optimizer.state[parameters[name]].update(values)
         for group, values in zip(self.optimizer.param_groups, numbers["groups"], strict=True):
             group.update(values)
+
+
+def _plain(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensor, or what a quantised one is made of: checkpoints hold plain types only."""
+    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+        return [(name, tensor)]
+    parts, _ = tensor.__tensor_flatten__()
+    return [(f"{name}.{part}", getattr(tensor, part)) for part in parts]
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,10 @@ def update(
             grads = [_local(p.grad) for p in parameters if p.grad is not None]
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         for group in state.optimizer.param_groups:
-            group["lr"] = lr
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)  # torchao insists
+            else:
+                group["lr"] = lr
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     progress = state.progress

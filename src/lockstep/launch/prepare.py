@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,10 +19,16 @@ from lockstep.models.build import count
 
 
 def machine() -> Machine:
-    """Visible GPUs, usable cores and the memory of one GPU, without starting CUDA here."""
+    """Visible GPUs, their memory and links, usable cores and memory, without starting CUDA here."""
     gpus = torch.cuda.device_count()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Machine(gpus, cores or 1, _gpu_memory_bytes() if gpus else None)
+    return Machine(
+        num_gpus=gpus,
+        cores=cores or 1,
+        gpu_memory_bytes=_gpu_memory_bytes() if gpus else None,
+        host_memory_bytes=_host_memory_bytes(),
+        nvlink=joined_by_nvlink(_nvidia_smi("topo", "-m") or "") if gpus > 1 else None,
+    )
 
 
 def prepare(config: Config, here: Machine) -> Plan:
@@ -54,12 +62,36 @@ def data_facts(cfg: Data, *, may_be_absent: bool) -> DataFacts:
     return DataFacts(len(train), len(val), len(train.classes))
 
 
+def joined_by_nvlink(topology: str) -> bool | None:
+    """Whether ``nvidia-smi topo -m`` shows NVLink (NV1, NV18, ...) between all pairs of GPUs."""
+    # The heading may be underlined by the terminal.
+    rows = [line.split() for line in re.sub(r"\x1b\[\d*m", "", topology).splitlines()]
+    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    pairs = [cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"]
+    return all(cell.startswith("NV") for cell in pairs) if pairs else None
+
+
+def _host_memory_bytes() -> int:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # "max" where a container has no limit
+        return min(physical, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return physical
+
+
 def _gpu_memory_bytes() -> int | None:
+    told = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    try:
+        return min(int(line) for line in (told or "").split()) * 2**20
+    except ValueError:
+        return None
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        return min(int(line) for line in done.stdout.split()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
         return None

@@ -27,13 +27,15 @@ from lockstep.config.plan import ModelFacts
 from lockstep.config.schema import Model
 from lockstep.errors import UserError
 from lockstep.models.batchnorm import frozen
+from lockstep.models.deferred import build_deferred
 from lockstep.models.stochastic import seed_by_sample
 
 
 def build(cfg: Model, *, image_size: int, num_classes: int, seed: int, meta: bool) -> nn.Module:
     """Build the model, the same on every rank.
 
-    Weights are drawn on the CPU from ``seed``, so that the device changes nothing.
+    Weights are drawn on the CPU from ``seed``, so that the device changes nothing. With
+    ``cfg.draw=parameter`` they are still to be drawn (models/deferred.py): strategies do it.
 
     Args:
         image_size: side of the input in pixels.
@@ -47,10 +49,14 @@ def build(cfg: Model, *, image_size: int, num_classes: int, seed: int, meta: boo
     _check_sources(cfg)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = create(cfg, image_size, num_classes, meta=meta)
+        if cfg.draw == "parameter" and not meta and not cfg.pretrained:
+            model = build_deferred(lambda: create(cfg, image_size, num_classes, meta=meta), seed)
+        else:
+            model = create(cfg, image_size, num_classes, meta=meta)
     if cfg.activation_checkpointing:
         _checkpoint_activations(model)
-    seed_by_sample(model)
+    with torch.device("meta" if meta else "cpu"):
+        seed_by_sample(model)
     return model
 
 
@@ -67,7 +73,11 @@ def count(cfg: Model, *, image_size: int, num_classes: int) -> ModelFacts:
         seed=0,
         meta=True,
     )
+    repeated = blocks(model)
     saved: dict[int, int] = {}
+    inside: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+    running = [-1]
     parameters = {id(p) for p in model.parameters()}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,10 +85,25 @@ def count(cfg: Model, *, image_size: int, num_classes: int) -> ModelFacts:
         if id(tensor) not in parameters and id(base) not in parameters:
             # meta storages share one address: the object stands for the memory
             saved[id(base)] = base.numel() * base.element_size()
+            inside.setdefault(id(base), running[0])
             keep.append(base)
         return tensor
 
+    def begin(number: int, given: tuple[Any, ...]) -> None:
+        running[0] = number
+        for tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                inputs[id(tensor)] = tensor.numel() * tensor.element_size()
+                inside[id(tensor)] = -1  # is kept, whoever saves it
+                keep.append(tensor)
+
+    def end(*_: Any) -> None:
+        running[0] = -1
+
     keep: list[torch.Tensor] = []
+    for number, block in enumerate(repeated):
+        block.register_forward_pre_hook(lambda _, given, n=number: begin(n, given))
+        block.register_forward_hook(end)
     # Two images, in training mode: BatchNorm refuses a single value per channel.
     images = torch.empty(2, 3, image_size, image_size, device="meta")
     seeds = torch.empty(2, dtype=torch.int64, device="meta")
@@ -93,12 +118,23 @@ def count(cfg: Model, *, image_size: int, num_classes: int) -> ModelFacts:
             f"data.image_size = {image_size}: {cfg.name} refuses it ({_first_line(exc)}); "
             "set model.image_size (and model.patch_size for a ViT) to sizes that fit"
         ) from exc
+    of_block = [0] * len(repeated) + [0]
+    for key, num_bytes in saved.items():
+        of_block[inside[key]] += num_bytes
+    outside = sum(n for key, n in saved.items() if inside[key] == -1 and key not in inputs)
     return ModelFacts(
         parameters=sum(p.numel() for p in model.parameters()),
         forward_flops=flops.get_total_flops() // 2,
         activation_bytes=sum(saved.values()) // 2,
         has_batchnorm=any(isinstance(m, _BatchNorm) for m in model.modules()),
+        checkpointed_bytes=(outside + sum(inputs.values()) + max(of_block[:-1], default=0)) // 2,
+        block_parameters=max((_size(block) for block in repeated), default=0),
+        blocks=len(repeated),
     )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def check_name(name: str) -> None:
@@ -255,7 +291,12 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 class _Recomputed(nn.Module):
-    """Mixed into the class of a block."""
+    """Mixed into the class of a block.
+
+    What is run again lies within the block, behind the hooks of FSDP: these may cast what the block
+    is given (a rope table) the first time only. timm's own checkpoints lie around the block, and
+    fail where FSDP2 does so.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layers = [m for m in self.modules() if isinstance(m, _BatchNorm)]

@@ -71,10 +71,10 @@ def seed_by_sample(model: nn.Module) -> None:
             keep.append(kept)
             scale.append(1.0 / kept if child.scale_by_keep and kept > 0.0 else 1.0)
     if keep:
-        table = torch.tensor([keep, scale], device=next(model.parameters()).device)
+        table = torch.tensor([keep, scale])
         model.register_buffer(_TABLE, table, persistent=False)
         # Loaded, not counted in the graph: compiled code may count in 32 bits and overflow.
-        numbers = torch.arange(len(keep), device=table.device)
+        numbers = torch.arange(len(keep))
         model.register_buffer(_NUMBERS, numbers, persistent=False)
     model.register_forward_pre_hook(_hand_out_factors, with_kwargs=True)
 

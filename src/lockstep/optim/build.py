@@ -10,6 +10,7 @@ from timm.optim import create_optimizer_v2, list_optimizers
 from torch import nn
 
 from lockstep.config.schema import Optimizer
+from lockstep.config.sizing import ADAMW_8BIT
 from lockstep.errors import UserError
 
 _UNFIT = {
@@ -45,7 +46,7 @@ def parameter_groups(model: nn.Module, cfg: Optimizer, no_decay: set[str]) -> li
 def build_optimizer(
     model: nn.Module, cfg: Optimizer, *, no_decay: set[str], fused: bool
 ) -> torch.optim.Optimizer:
-    """``sgd``, ``adamw`` or any class of torch.optim by name in any case, else timm's.
+    """``sgd``, ``adamw``, any class of torch.optim by name in any case, ``adamw8bit``, else timm's.
 
     Args:
         fused: use the fused kernel where the optimiser has one (CUDA).
@@ -54,7 +55,7 @@ def build_optimizer(
         UserError: unknown name, or arguments that the optimiser refuses.
     """
     name = cfg.name.lower()
-    cls = _torch_optimizers().get(name)
+    cls = _adamw8bit() if name == ADAMW_8BIT else _torch_optimizers().get(name)
     if cls is None:
         _check_name(cfg.name)
     groups = parameter_groups(model, cfg, no_decay)
@@ -73,6 +74,17 @@ def build_optimizer(
     # Libraries refuse arguments, and machines without what they need, in any way they like.
     except Exception as exc:
         raise UserError(f"optimizer.name = {cfg.name} with {kwargs}: {exc}") from exc
+
+
+def _adamw8bit() -> type[Any]:
+    """AdamW with moments of 8 bits (Dettmers et al. 2022, arXiv:2110.02861), which torchao brings."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as exc:
+        raise UserError(
+            f"optimizer.name = {ADAMW_8BIT} needs torchao ({exc}): pip install 'lockstep[adamw8bit]'"
+        ) from exc
+    return AdamW8bit  # type: ignore[no-any-return]
 
 
 def _check_name(name: str) -> None:

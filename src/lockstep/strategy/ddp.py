@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import dist
+from lockstep.models.deferred import fill
 from lockstep.strategy.base import Strategy
 
 # torch 2.14 renamed the argument.
@@ -25,7 +26,7 @@ class DDPStrategy(Strategy):
     """Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704)."""
 
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
-        model = self._sync_batchnorm(model).to(device)
+        model = fill(self._sync_batchnorm(model), device).to(device)
         self._module: nn.Module = model
         if dist.is_distributed():
             # Statistics are partial sums (models/batchnorm.py): rank 0's must not overwrite.

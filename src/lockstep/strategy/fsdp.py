@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep import dist
 from lockstep.models.build import blocks
+from lockstep.models.deferred import fill, is_deferred
 from lockstep.strategy.base import Strategy
 from lockstep.strategy.precision import autocast_dtype
 
@@ -36,9 +37,11 @@ class FSDPStrategy(Strategy):
 
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
         model = self._sync_batchnorm(model)
-        host_state, host_buffers = self._host_copy(model)
-        if host_state is None:
-            model.to(device if not self.cfg.cpu_offload else "cpu")
+        deferred = is_deferred(model)
+        host_state, host_buffers = (None, {}) if deferred else self._host_copy(model)
+        home = torch.device("cpu") if self.cfg.cpu_offload else device
+        if host_state is None and not deferred:
+            model.to(home)
         options: dict[str, Any] = {
             "mesh": self._mesh(device),
             "mp_policy": self._mixed_precision(model),
@@ -53,7 +56,8 @@ class FSDPStrategy(Strategy):
         self._prefetch([m for m in wrapped if isinstance(m, FSDPModule)])
         if host_state is not None:
             self._materialise(model, device, host_state, host_buffers)
-        elif self.cfg.cpu_offload:
+        else:
+            fill(model, home)
             _move_buffers(model, device)
         self._model = model
         return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lockstep.models.deferred import fill
 from lockstep.strategy.base import Strategy
 
 
@@ -12,7 +13,7 @@ class SingleStrategy(Strategy):
     """One process, one device."""
 
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
-        return model.to(device)
+        return fill(model, device).to(device)
 
 
 class DataParallelStrategy(Strategy):
@@ -22,6 +23,6 @@ class DataParallelStrategy(Strategy):
     """
 
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
-        model = model.to(device)
+        model = fill(model, device).to(device)
         # Without device=cuda it would take the GPUs it sees, or, without any, only pass through.
         return nn.DataParallel(model) if device.type == "cuda" else model
