@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data data-push data-pull train test drill bench bench-data scaling lint clean
+.PHONY: help setup data data-push data-pull train test test-slow drill bench bench-data scaling lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,7 +37,10 @@ train: data ## train a small ViT on the embedded data; more overrides in ARGS=".
 	$(BIN)/python train.py experiment=digits $(ARGS)
 
 test: setup data ## run the test suite; pytest arguments in ARGS="..."
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+
+test-slow: setup data ## and the tests that break, stop and queue whole runs
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 drill: setup ## break small runs in every way, see what is lost; ARGS="--only SIGKILL --jobs 4"
 	$(BIN)/python scripts/drill.py $(ARGS)

@@ -229,6 +229,7 @@ def test_a_killed_export_is_made_up_for(trained: Trainer, tmp_path: Path) -> Non
     assert (torn / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_trains_stops_goes_on_and_ends(
     trained: Trainer, train: Callable[..., Any], data: Path, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
         return drill.prepare(REPOSITORY / "conf", tmp_path_factory.mktemp("drill"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell, verdict, how",
     [
@@ -51,6 +52,7 @@ def test_cell(
     assert re.search(rf"{how} at step [24]$", outcome.why), outcome.why
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_and_comes_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE, the group that forms anew would die."""
     for name, value in clean_environment().items():

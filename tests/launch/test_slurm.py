@@ -132,6 +132,7 @@ def small(data: Path, root: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(
     nodes: Cluster, few_digits: Path, tmp_path: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(
     assert found.parting is None and found.num_steps == 150, found.text()
 
 
+@pytest.mark.slow
 def test_a_sweep_by_submitit_is_preempted_and_requeued(nodes: Cluster, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = (
@@ -183,6 +185,7 @@ def test_a_sweep_by_submitit_is_preempted_and_requeued(nodes: Cluster, tmp_path:
     assert column(tmp_path, "attempts") == {"1": "2", "2": "1"} and no_step_twice(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_saves_and_does_not_come_back(
     nodes: Cluster, few_digits: Path, tmp_path: Path
 ) -> None:
