@@ -133,13 +133,10 @@ def small(data: Path, root: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-<<<<<<< HEAD
-@pytest.mark.slow
-=======
 URGENT = "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
 
 
->>>>>>> sweep
+@pytest.mark.slow
 def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(
     nodes: Cluster, few_digits: Path, tmp_path: Path
 ) -> None:
