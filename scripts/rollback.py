@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("stopped; nothing was changed", file=sys.stderr)
+        print("stopped; nothing is half restored", file=sys.stderr)
         return EXIT_STOPPED
 
 

@@ -175,6 +175,12 @@ def test_run_name(
     assert run_name(config, choices, swept) == name.replace("F", fingerprint(config))
 
 
+def test_a_long_run_name_is_cut_and_stays_its_own() -> None:
+    many = [f"model.kwargs.some_long_key_{i}=value" for i in range(20)]
+    names = {run_name(bound(), {}, [*many, f"seed={seed}"]) for seed in (1, 2)}
+    assert len(names) == 2 and all(len(name) == 200 for name in names)
+
+
 @pytest.mark.parametrize("name", ["../up", "a/b", ".", "..", ".hidden", "''"])
 def test_run_name_is_a_folder_name(name: str) -> None:
     with pytest.raises(UserError, match=r"run\.name"):

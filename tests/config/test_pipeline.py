@@ -34,7 +34,7 @@ def params(tmp_path: Path, text: str) -> Path:
 def test_the_committed_params_are_the_digits_experiment(inputs: list[Path]) -> None:
     config = resolve(CONF, REPOSITORY / "params.yaml", inputs)
     assert law(config) == law(configure("experiment=digits"))
-    begin = f"digits-vit_tiny-auto-{fingerprint(config)}-"
+    begin = f"digits-vit_digits-auto-{fingerprint(config)}-"
     assert config.run.name == begin + content_digest(inputs)
 
 
@@ -43,6 +43,27 @@ def test_choices_and_overrides(tmp_path: Path, inputs: list[Path]) -> None:
     config = resolve(CONF, params(tmp_path, text), inputs)
     assert config.seed == 3 and config.model.kwargs == {"a": 1}
     assert config.run.name is not None and config.run.name.startswith("digits-resnet18-auto-")
+
+
+def test_another_model_takes_the_place_of_the_experiments(
+    tmp_path: Path, inputs: list[Path]
+) -> None:
+    """What ``dvc exp run -S train.model=resnet50`` does."""
+    text = (REPOSITORY / "params.yaml").read_text().replace("vit_digits", "resnet50")
+    config = resolve(CONF, params(tmp_path, text), inputs)
+    assert (config.model.name, config.model.kwargs) == ("resnet50", {})
+    assert config.epochs == configure("experiment=digits").epochs
+
+
+def test_packed_images(tmp_path: Path, inputs: list[Path]) -> None:
+    packed, *others = inputs
+    config = resolve(CONF, REPOSITORY / "params.yaml", others, packed=packed)
+    assert (config.data.source, config.data.root) == ("packed", str(packed))
+    same = resolve(CONF, REPOSITORY / "params.yaml", [*others, packed])
+    assert config.run.name == same.run.name, "where images lie is no part of the recipe"
+    path = params(tmp_path, "train: {overrides: [data.source=folder, data.root=mine]}")
+    config = resolve(CONF, path, others, packed=packed)
+    assert (config.data.source, config.data.root) == ("folder", "mine")
 
 
 def test_the_file_repeats_the_run(tmp_path: Path, inputs: list[Path]) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,7 +126,7 @@ def trained(run_dir: Path, steps: int) -> Callable[[], bool]:
 
 def small(data: Path, root: Path) -> tuple[str, ...]:
     return (
-        f"data.root={data}", f"run.root={root}", "batch.global=8", "steps=250",
+        f"data.root={data}", f"run.root={root}", "batch.global=8", "steps=150", "optimizer.lr=1e-4",
         "++model.kwargs={depth: 1, embed_dim: 24, num_heads: 3}", "data.workers=1",
         "data.num_classes=null", "evaluate.every_epochs=99", "checkpoint.every_epochs=99",
     )  # fmt: skip
@@ -140,7 +139,6 @@ URGENT = "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null",
 def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(
     nodes: Cluster, few_digits: Path, tmp_path: Path
 ) -> None:
-    """First by the signal before a time limit, then by a job of higher priority."""
     words = small(few_digits, tmp_path)
     config = configure(*words, "device=cpu", "run.name=alone")
     train_one_rank(config, plan_of(config), tmp_path / "alone")
@@ -151,20 +149,17 @@ def test_two_nodes_are_preempted_requeued_and_finish_the_same_run(
         nodes, *words, "run.name=run", "launch=slurm", "launch.nodes=2", "launch.processes=1",
         "launch.slurm.gpus_per_node=2", "launch.slurm.partition=all",
     )  # fmt: skip
-    for command, restarts in ((("scancel", "--signal=USR1", job), 1), (("sbatch", *URGENT), 2)):
-        before = len(records(run_dir, "step")) if restarts > 1 else 0
-        wait_until(trained(run_dir, before + 5), lambda: output(run_dir))
-        slurm(nodes, *command)
-        told = partial(output, run_dir)
-        wait_until(lambda n=restarts: int(state(nodes, job)["Restarts"]) >= n, told)
+    wait_until(trained(run_dir, 5), lambda: output(run_dir))
+    slurm(nodes, "sbatch", *URGENT)
+    wait_until(lambda: state(nodes, job)["Restarts"] != "0", lambda: output(run_dir))
     assert not (run_dir / "DONE").exists()
     ended = wait_for_end(nodes, job, run_dir)
     assert ended["JobState"] == "COMPLETED", output(run_dir)
     assert json.loads((run_dir / "plan.json").read_text())["world_size"] == 2
     assert "gpu:2" in ended["TresPerNode"]
     assert "goes on from" in output(run_dir)
-    found = compare_runs(tmp_path / "alone", run_dir, tolerance=1e-3)
-    assert found.parting is None and found.num_steps == 250, found.text()
+    found = compare_runs(tmp_path / "alone", run_dir, tolerance=1e-2)
+    assert found.parting is None and found.num_steps == 150, found.text()
 
 
 @pytest.mark.slow
@@ -194,14 +189,21 @@ def test_a_sweep_by_submitit_is_preempted_and_requeued(nodes: Cluster, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_saves_and_does_not_come_back(
+def test_a_signal_requeues_and_a_cancelled_job_saves_and_does_not_come_back(
     nodes: Cluster, few_digits: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     job = start(nodes, *small(few_digits, tmp_path), "run.name=run", "launch=slurm")
     wait_until(trained(run_dir, 5), lambda: output(run_dir))
+    slurm(nodes, "scancel", "--signal=USR1", job)
+    wait_until(lambda: state(nodes, job)["Restarts"] == "1", lambda: output(run_dir))
+    (first,) = run_dir.glob("checkpoints/step-*/COMMITTED")
+    wait_until(trained(run_dir, len(records(run_dir, "step")) + 5), lambda: output(run_dir))
     slurm(nodes, "scancel", job)
     ended = wait_for_end(nodes, job, run_dir)
-    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
-    wait_until(lambda: list(run_dir.glob("checkpoints/step-*/COMMITTED")), lambda: output(run_dir))
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1")
+    wait_until(
+        lambda: {first} != set(run_dir.glob("checkpoints/step-*/COMMITTED")),
+        lambda: output(run_dir),
+    )
     assert not (run_dir / "DONE").exists()

@@ -19,6 +19,7 @@ from lockstep.versions import outputs, rollback, swap
 from lockstep.versions.history import CARD, difference, versions
 from lockstep.versions.repository import Repository
 from lockstep.versions.rollback import Done, opened, roll_back, undo
+from scripts import rollback as door
 from tests.conftest import clean_environment
 
 pytest.importorskip("dvc", reason="pip install -e '.[dvc]'")
@@ -105,6 +106,10 @@ def root(origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(origin, to, symlinks=True)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     return to
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def to(root: Path, revision: str, *parts: str) -> Done:
@@ -340,6 +345,22 @@ with rollback.opened(Path({str(root)!r})) as repository:
     assert run(root, "git", "status", "--porcelain") == ""
 
 
+def test_the_door(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root / "data")
+    assert door.main(["to", "nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("error: nowhere: no such revision")
+    assert door.main(["to", "HEAD"]) == 0
+    assert capsys.readouterr().out == "nothing to do: it is all there\n"
+    assert door.main(["list", "-n", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[-4:] == ["2.0", "v2", "v2:", "trained"]
+    assert door.main(["diff", "v1"]) == 0
+    assert "  data/train/0: 1 removed, 1 changed\n" in capsys.readouterr().out
+    monkeypatch.setattr(door, "roll_back", stopped)
+    assert door.main(["to", "v1"]) == 85
+
+
 def test_two_at_once(root: Path) -> None:
     with opened(root), pytest.raises(UserError, match="another rollback is at work"), opened(root):
         pass
@@ -380,9 +401,6 @@ def test_difference(root: Path) -> None:
 
 
 def test_ctrl_c_while_copying_changes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(rollback, "copy", stopped)
     with pytest.raises(KeyboardInterrupt):
         to(root, "v1", "all")
