@@ -147,7 +147,9 @@ def test_a_run_its_repetition_and_a_sweep(train: Train, tmp_path: Path) -> None:
 
     sweep = train("-m", *small, "seed=1,2", "launch.processes=1,99", "strategy=single")
     assert sweep.returncode == 2, sweep.stderr
-    table = sweep.stderr[sweep.stderr.index("top1   state") :].splitlines()[1:5]
+    lines = sweep.stderr.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["top1", "state"])
+    table = lines[head + 1 : head + 5]
     assert [line.split()[1:3] for line in table] == [["done", "0"]] * 2 + [["failed", "2"]] * 2
     assert len({line.split()[-1] for line in table}) == 4
     done = [p.parent.name for p in (tmp_path / "runs").glob("*seed.*/DONE")]
