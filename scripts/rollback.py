@@ -167,7 +167,8 @@ def show_verify(weights: Path, data: Path | None, device: str, tolerance: float)
         print(note, file=sys.stderr)
     metrics = verdict.card["metrics"]
     print(
-        f"card  top-1 {metrics['top1']:.2f} % (step {metrics['step']:,}, data {verdict.card['data']['val'][:8]})"
+        f"card  top-1 {metrics['top1']:.2f} % (step {metrics['step']:,}, "
+        f"data {verdict.card['data']['val'][:8]})"
     )
     print(f"now   {verdict.now.text()}")
     same = verdict.difference <= tolerance

@@ -146,9 +146,9 @@ def copy(repository: Repository, revision: str, output: Output, to: Path) -> Non
 
 def _absent(revision: str, output: Output, exc: Exception) -> UserError:
     return UserError(
-        f"{output.path} of {revision[:8]} (md5 {output.entry.get('md5')}) is neither in DVC's cache "
-        f"nor in the default remote ({' '.join(str(exc).split())[:200]}): fetch it from where it was "
-        "pushed to, `dvc fetch --all-commits -r REMOTE`"
+        f"{output.path} of {revision[:8]} (md5 {output.entry.get('md5')}) is neither in DVC's "
+        f"cache nor in the default remote ({' '.join(str(exc).split())[:200]}): fetch it from where "
+        "it was pushed to, `dvc fetch --all-commits -r REMOTE`"
     )
 
 

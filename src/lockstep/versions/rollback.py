@@ -152,7 +152,8 @@ def _exchange(repository: Repository, target: str, source: str, wanted: Collecti
             swap.clear(repository.state)
             if isinstance(exc, OSError):
                 raise UserError(
-                    f"cannot prepare the rollback, nothing was changed: {exc.filename}: {exc.strerror}"
+                    "cannot prepare the rollback, nothing was changed: "
+                    f"{exc.filename}: {exc.strerror}"
                 ) from exc
             raise
         # Between here and the end, Ctrl-C has to wait: these are renames alone.
@@ -208,8 +209,8 @@ def _refuse_losses(
         staged &= repository.changed(last, before).keys()
     if lost := sorted((staged | repository.unsaved()) & files.keys()):
         raise UserError(
-            f"not committed, and would be lost: {_named(lost)}; commit them (`git add`, `git commit`) "
-            "or discard them (`git restore --staged --worktree`) first"
+            f"not committed, and would be lost: {_named(lost)}; commit them (`git add`, "
+            "`git commit`) or discard them (`git restore --staged --worktree`) first"
         )
     there = {path for path in moved if path in old and os.path.lexists(repository.root / path)}
     if not there:
@@ -238,8 +239,8 @@ def _refuse_running_pipeline(root: Path) -> None:
         return  # an aid for people: no file of ours, and of no promised format
     if alive:
         raise UserError(
-            f"DVC is at work here (process {alive[0]['pid']}: {alive[0].get('cmd')}); wait for it, or "
-            "stop it"
+            f"DVC is at work here (process {alive[0]['pid']}: {alive[0].get('cmd')}); wait for it, "
+            "or stop it"
         )
 
 

@@ -55,8 +55,8 @@ def pending(state: Path) -> Journal | None:
         return None
     except (OSError, ValueError, TypeError) as exc:
         raise UserError(
-            f"{state / JOURNAL}: not the journal of a rollback ({exc}); what it was to bring lies in "
-            f"{state / NEW}, what it has taken away in {state / OLD}"
+            f"{state / JOURNAL}: not the journal of a rollback ({exc}); what it was to bring lies "
+            f"in {state / NEW}, what it has taken away in {state / OLD}"
         ) from exc
 
 

@@ -38,8 +38,8 @@ def verify(weights: Path, *, data: Path | None, device: str) -> Verdict:
     now = evaluate_weights(read, root=data, batch=None, device=device)
     if now.digest != read.card["data"].get("val"):
         raise UserError(
-            f"the weights were evaluated on other images than those of {data or read.config.data.root}"
-            " (digests differ): restore those, too (`python scripts/rollback.py to REV --all`), or "
+            "the weights were evaluated on other images than those of "
+            f"{data or read.config.data.root} (digests differ): restore those, too (`python scripts/rollback.py to REV --all`), or "
             "name them with --data"
         )
     return Verdict(read.card, now)
