@@ -31,7 +31,7 @@ from lockstep.engine.evaluate import evaluate
 from lockstep.errors import UserError
 from lockstep.metrics import EvalResult
 from lockstep.models.build import build
-from lockstep.strategy.precision import set_matmul_precision
+from lockstep.strategy.precision import lower_residuals, set_matmul_precision
 from lockstep.telemetry.files import read_records
 
 Kind = Literal["raw", "ema"]
@@ -253,6 +253,8 @@ def evaluate_weights(
             f"the weights do not fit {config.model.name} as timm builds it here: "
             f"{' '.join(str(exc).split())[:300]}; made with {weights.card['versions']}"
         ) from exc
+    if config.precision.residual == "low":
+        lower_residuals(model, config.precision)
     if place.type == "cuda":
         model.to(memory_format=torch.channels_last)
     with closing(loader):

@@ -76,6 +76,8 @@ def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[st
         2 * config.launch.timeout_seconds,
         group_of_one=plan.strategy in ("fsdp", "hsdp"),
     )
+    # Strategy and trials follow from a machine's memory and links, and nodes may differ.
+    plan = replace(dist.broadcast_object(plan), threads=plan.threads)
     try:
         summary = _train(config, plan, run_dir, device, stop)
     except (UserError, Stopped):

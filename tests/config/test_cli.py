@@ -13,8 +13,9 @@ CONF = REPOSITORY / "conf"
 
 def test_help_lists_what_lies_in_conf() -> None:
     text = help_text(CONF)
+    words = " ".join(text.split())
     for group, options in groups(CONF):
-        assert f"  {group:<11} {', '.join(options)}" in text
+        assert f" {group} {', '.join(options)} " in words
     assert "_base" not in text
     assert {g for g, _ in groups(CONF)} >= {"model", "strategy", "precision", "data", "experiment"}
     assert max(map(len, text.splitlines())) <= 100

@@ -508,6 +508,12 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
             "cannot be recorded; use compile=default",
             id="recorded recomputing",
         ),
+        pytest.param(
+            ["compile=graphs", "strategy=single", "batch.micro=auto"],
+            {"machine": ONE},
+            "batch.micro = auto with compile=graphs",
+            id="recorded trials",
+        ),
         pytest.param(["precision=fp8"], {}, "precision = fp8 needs a GPU", id="8 bits on the CPU"),
         pytest.param(
             ["precision=fp8", "compile=off"],
@@ -646,6 +652,15 @@ def test_text_tells_what_the_user_asks_for() -> None:
             {"machine": ONE, "model": BATCHNORM},
             "off",
             id="recomputing BatchNorm",
+        ),
+        pytest.param(
+            ["steps=5000", "batch.global=60000"],
+            {"machine": ONE},
+            "default",
+            id="no room for a recorded pass and another",
+        ),
+        pytest.param(
+            ["steps=5000"], {"machine": replace(ONE, compiles=False)}, "off", id="no C compiler"
         ),
         pytest.param(["steps=9", "compile=max"], {"machine": EIGHT}, "max", id="as told"),
     ],

@@ -107,6 +107,15 @@ def test_what_blocks_hand_on(name: str, dtype: torch.dtype) -> None:
     assert seen == [torch.float32] * 3, "evaluated in fp32, it is fp32"
 
 
+@pytest.mark.parametrize("name", ["densenet121", "selecsls42"])
+def test_blocks_that_are_given_lists(name: str) -> None:
+    cfg = precision("bf16", residual="low")
+    model = timm.create_model(name, num_classes=5)
+    lower_residuals(model, cfg)
+    with autocast(cfg, CPU):
+        assert model(torch.randn(2, 3, 64, 64)).isfinite().all()
+
+
 def test_fp8_where_nothing_gains() -> None:
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
     with pytest.raises(UserError, match="no Linear layer of 1024 x 1024"):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, ClassVar, NoReturn
 
 import hydra._internal.hydra as hydra_internals
@@ -172,7 +173,12 @@ def wants_help(argv: Sequence[str]) -> bool:
 
 def help_text(conf: Path) -> str:
     """The help, with the groups and options that lie below ``conf`` now."""
-    return HELP.format(groups="\n".join(f"  {g:<11} {', '.join(o)}" for g, o in groups(conf)))
+    indent = " " * 14
+    listed = [
+        fill(", ".join(o), 100, initial_indent=f"  {g:<11} ", subsequent_indent=indent)
+        for g, o in groups(conf)
+    ]
+    return HELP.format(groups="\n".join(listed))
 
 
 def groups(conf: Path) -> list[tuple[str, list[str]]]:

@@ -63,6 +63,7 @@ class Plan:
     model: ModelFacts
     memory_bytes: dict[str, int]
     gpu_memory_bytes: int | None
+    nvlink: bool | None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -170,6 +171,9 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
             "estimate, or batch.micro=auto to try (without BatchNorm)"
         )
     accumulation = max(1, math.ceil(batch.global_batch / (micro * lanes)))
+    # A recorded pass keeps its memory; one of another size, at an epoch's end, needs as much again.
+    twice = 2 * (whole if tries else micro)
+    roomy = sizing.largest_micro(config, layout, twice, model, gpu_bytes) == twice
     if batch.global_batch < lanes:
         notes.append(
             f"batch.global = {batch.global_batch} is smaller than {lanes} devices: "
@@ -215,13 +219,16 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         peak_lr=peak,
         lr_rule=rule,
         image_size=config.model.image_size or config.data.image_size,
-        compile=resolve_compile(config, device, strategy, total_steps, model),
+        compile=resolve_compile(
+            config, device, strategy, total_steps, model, roomy=roomy, compiles=machine.compiles
+        ),
         threads=threads,
         data=data,
         model=model,
         memory_bytes=sizing.memory(config, layout, Load(micro, accumulation), model)
         | ({"CUDA": sizing.CONTEXT_BYTES} if device == "cuda" else {}),
         gpu_memory_bytes=gpu_bytes,
+        nvlink=machine.nvlink,
         notes=notes,
     )
 
@@ -239,6 +246,8 @@ def replan(config: Config, plan: Plan, nodes: int) -> Plan:
         num_gpus=processes * plan.devices_per_process if plan.device == "cuda" else 0,
         cores=plan.threads * processes,
         gpu_memory_bytes=plan.gpu_memory_bytes,
+        nvlink=plan.nvlink,
+        compiles=plan.compile != "off",
     )
     return make_plan(config, machine, plan.data, plan.model)
 
@@ -261,17 +270,30 @@ def even_micro(slice_size: int, rounds: int) -> int:
 
 
 def resolve_compile(
-    config: Config, device: str, strategy: str, total_steps: int, model: ModelFacts
+    config: Config,
+    device: str,
+    strategy: str,
+    total_steps: int,
+    model: ModelFacts,
+    *,
+    roomy: bool,
+    compiles: bool,
 ) -> str:
-    """``auto`` compiles on a GPU, where the run is long enough to earn it back."""
+    """``auto`` compiles on a GPU, where the run is long enough to earn it back.
+
+    Args:
+        roomy: the GPU holds activations twice, as recorded passes may need.
+        compiles: the machine has what torch.compile needs.
+    """
     wanted = config.compile
     if wanted != "auto":
         return wanted
     recomputes = config.model.activation_checkpointing
     short = total_steps < COMPILING_PAYS_FROM and config.precision.name != "fp8"
-    if device != "cuda" or strategy == "dp" or short or (recomputes and model.has_batchnorm):
+    fails = not compiles or (recomputes and model.has_batchnorm)
+    if device != "cuda" or strategy == "dp" or short or fails:
         return "off"
-    return "graphs" if strategy == "single" and not recomputes else "default"
+    return "graphs" if strategy == "single" and not recomputes and roomy else "default"
 
 
 def peak_lr(config: Config) -> tuple[float, str]:
@@ -327,6 +349,11 @@ def _layout(
 
 
 def _check_tries(config: Config, model: ModelFacts, fitting: int, problems: list[str]) -> None:
+    if config.compile in ("graphs", "max"):
+        problems.append(
+            f"batch.micro = auto with compile={config.compile}: recorded passes keep their memory, "
+            "which the trial does not see: use compile=default, or a number"
+        )
     if config.strategy.name == "dp":
         problems.append("batch.micro = auto does not do strategy=dp: use ddp, or a number")
     if model.has_batchnorm:

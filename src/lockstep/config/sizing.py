@@ -39,6 +39,8 @@ class Machine:
     host_memory_bytes: int | None = None
     nvlink: bool | None = None
     """Whether NVLink joins all GPUs; None: one GPU, or unknown."""
+    compiles: bool = True
+    """Whether torch.compile finds the C compiler and Python's headers that its kernels need."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Case:
             "model": config.model.name,
             "way": self.way,
             "strategy": plan.strategy,
-            "shard": config.strategy.shard if plan.strategy in ("fsdp", "hsdp") else None,
+            "shard": plan.shard if plan.strategy in ("fsdp", "hsdp") else None,
             "precision": config.precision.name,
             "compile": plan.compile,
             "processes": plan.world_size * plan.devices_per_process,
@@ -126,13 +126,17 @@ def cases_of(conf: Path, matrix: Matrix) -> Iterator[Case | tuple[Record, str]]:
             for way in matrix.peers:
                 mode = "off" if way == "plain eager" else "default"
                 asked[(way, "ddp" if matrix.processes > 1 else "single", theirs, mode)] = None
+        seen: list[dict[str, Any]] = []
         for way, strategy, precision, mode in asked:
             words = [*base, f"strategy={strategy}", f"precision={precision}", f"compile={mode}"]
             try:
-                yield make_case(
+                made = make_case(
                     conf, way, words, matrix.overrides,
                     processes=matrix.processes, batch=matrix.batch,
                 )  # fmt: skip
+                if made.label not in seen:  # auto may mean what is asked for, too
+                    seen.append(made.label)
+                    yield made
             except Refused as exc:
                 asked_for = {
                     "model": model, "way": way, "strategy": strategy, "precision": precision,
@@ -183,6 +187,8 @@ def make_case(
         plan = make_plan(config, here, data, facts)
     except UserError as exc:
         raise Refused(str(exc)) from exc
+    if plan.tries_micro:
+        raise UserError("batch.micro = auto: its trials are no part of a step; give a number")
     return Case(way, config, plan, overrides)
 
 

@@ -115,6 +115,8 @@ def _set_backends(config: Config) -> None:
 
 def _model(config: Config, plan: Plan, device: torch.device) -> nn.Module:
     model = create(config.model, plan.image_size, plan.data.num_classes, meta=False).to(device)
+    if config.model.activation_checkpointing:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]  # as timm's train.py does
     return model.to(memory_format=torch.channels_last) if device.type == "cuda" else model
 
 

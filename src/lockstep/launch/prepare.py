@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def machine() -> Machine:
         gpu_memory_bytes=_gpu_memory_bytes() if gpus else None,
         host_memory_bytes=_host_memory_bytes(),
         nvlink=joined_by_nvlink(_nvidia_smi("topo", "-m") or "") if gpus > 1 else None,
+        compiles=_compiles(),
     )
 
 
@@ -69,6 +71,13 @@ def joined_by_nvlink(topology: str) -> bool | None:
     rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     pairs = [cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"]
     return all(cell.startswith("NV") for cell in pairs) if pairs else None
+
+
+def _compiles() -> bool:
+    """Whether Triton can build the launchers of its kernels, as its build.py looks for them."""
+    headers = Path(str(sysconfig.get_config_var("INCLUDEPY"))) / "Python.h"
+    compilers = ("CC" in os.environ, shutil.which("gcc"), shutil.which("clang"))
+    return any(compilers) and headers.is_file()
 
 
 def _host_memory_bytes() -> int:

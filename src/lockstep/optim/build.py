@@ -82,7 +82,7 @@ def _adamw8bit() -> type[Any]:
         from torchao.optim import AdamW8bit
     except ImportError as exc:
         raise UserError(
-            f"optimizer.name = {ADAMW_8BIT} needs torchao ({exc}): pip install 'lockstep[adamw8bit]'"
+            f"optimizer.name = {ADAMW_8BIT} needs torchao ({exc}): pip install -e '.[adamw8bit]'"
         ) from exc
     return AdamW8bit  # type: ignore[no-any-return]
 

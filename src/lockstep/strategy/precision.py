@@ -45,8 +45,11 @@ def lower_residuals(model: nn.Module, cfg: Precision) -> None:
         return
 
     def lower(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, *others = inputs
-        return (first.to(dtype) if torch.is_autocast_enabled(first.device.type) else first, *others)
+        # Some blocks (DenseNet's) are given a list; what is in it comes from other blocks.
+        if not inputs or not isinstance(first := inputs[0], torch.Tensor):
+            return inputs
+        on = torch.is_autocast_enabled(first.device.type)
+        return (first.to(dtype) if on else first, *inputs[1:])
 
     for block in blocks(model):
         block.register_forward_pre_hook(lower)
@@ -85,7 +88,7 @@ def use_fp8(model: nn.Module, device: torch.device) -> None:
     try:
         from torchao.float8 import convert_to_float8_training
     except ImportError as exc:
-        raise UserError("precision = fp8 needs torchao: pip install 'lockstep[fp8]'") from exc
+        raise UserError("precision = fp8 needs torchao: pip install -e '.[fp8]'") from exc
     convert_to_float8_training(model, module_filter_fn=lambda layer, _: id(layer) in wide)
 
 

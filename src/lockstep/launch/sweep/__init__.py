@@ -384,7 +384,8 @@ class Sweep:
         # As a shell would say it: a signal's number above 128.
         code = returncode if returncode >= 0 else 128 - returncode
         state: State = "done" if code == EXIT_OK else "failed"
-        if code == EXIT_STOPPED:
+        # Asked before it could listen, it ends by the signal itself.
+        if code == EXIT_STOPPED or code - 128 in self._asked:
             state = "pruned" if job.pruned else "stopped"
         seconds = job.entry.seconds + time.time() - job.began
         self._note(job, state, exit_code=code, seconds=seconds)
