@@ -31,7 +31,8 @@ data-push: setup ## record data/ with DVC, copy it and what the pipeline made to
 	$(BIN)/dvc push $(ARGS)
 
 data-pull: setup ## fetch what this commit's data.dvc and dvc.lock name; ARGS="-r s3"
-	$(BIN)/dvc pull $(ARGS)
+	$(BIN)/dvc pull $(ARGS) data.dvc
+	$(BIN)/dvc pull $(ARGS) --allow-missing
 
 train: data ## train a small ViT on the embedded data; more overrides in ARGS="..."
 	$(BIN)/python train.py experiment=digits $(ARGS)

@@ -107,11 +107,9 @@ class Command:
 
     @property
     def _optuna(self) -> list[str]:
-        """What the sweeper cannot know: which way the metric goes, and that failures happen."""
-        if "hydra/sweeper=optuna" not in self.overrides:
-            return []
-        direction = "minimize" if "sweep.metric=loss" in self.overrides else "maximize"
-        return [f"hydra.sweeper.direction={direction}", "hydra.sweeper.max_failure_rate=1.0"]
+        """What the sweeper cannot know: that failures happen."""
+        chosen = "hydra/sweeper=optuna" in self.overrides
+        return ["hydra.sweeper.max_failure_rate=1.0"] if chosen else []
 
     @property
     def varied(self) -> list[str]:

@@ -30,7 +30,8 @@ def claim(run_dir: Path, config: Config, plan: Plan) -> Iterator[None]:
         UserError: in use, holds another run, or is not to be gone on with.
     """
     with run_lock(run_dir):
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by an agent, by requeueing
+        restarted = any(os.environ.get(count, "0") != "0" for count in counts)
         if config.resume == "never" and not restarted:
             _check_empty(run_dir)
         _check_same_run(run_dir, config)

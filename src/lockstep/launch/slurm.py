@@ -46,8 +46,13 @@ def submit(config: Config, name: str, argv: Sequence[str]) -> int:
         say(f"already finished: {run_dir}\nto train again: resume=never run.name=NEW_NAME")
         return EXIT_OK
     path = run_dir / LOGS / SCRIPT
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(script)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(script)
+    except OSError as exc:
+        raise UserError(
+            f"run.root = {config.run.root}: cannot write {path}: {exc.strerror}"
+        ) from exc
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=True

@@ -13,8 +13,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +27,7 @@ from lockstep.versions.repository import Repository
 PIPELINE, LOCK = "dvc.yaml", "dvc.lock"
 CHECKPOINTS = "checkpoints"
 """Folder of what a version is about: the weights, and in Git their card and figures."""
+_NOT_INSTALLED = "DVC is not installed: pip install -e '.[dvc]'"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,20 +37,31 @@ class Output:
 
     path: str
     """Below the repository."""
-    said_by: str
+    md5: str
+    said_by: str = field(compare=False)
     """The file that Git has of it: ``*.dvc``, or ``dvc.lock`` for what the pipeline makes."""
-    entry: dict[str, Any]
-    """Hash, size and number of files, as that file states them."""
+    entry: dict[str, Any] = field(compare=False)
+    """Hash, size, number of files and settings, as that file states them."""
 
     @property
     def digest(self) -> str:
         """Eight digits of its hash."""
-        return str(self.entry.get("md5", "unknown"))[:8]
+        return self.md5[:8]
+
+    @property
+    def is_cached(self) -> bool:
+        """DVC keeps a copy; else it knows no more than the hash."""
+        return self.entry.get("cache") is not False
 
     @property
     def is_made(self) -> bool:
         """The pipeline makes it: `dvc repro` can do so again."""
         return PurePosixPath(self.said_by).name == LOCK
+
+    def holds_more(self, root: Path) -> bool:
+        """Whether the unchanged folder has files that DVC ignores, and does not keep."""
+        found = sum(len(files) for _, _, files in os.walk(root / self.path))
+        return found > int(self.entry.get("nfiles", found))
 
 
 def outputs(repository: Repository, tree: str) -> dict[str, Output]:
@@ -70,7 +83,8 @@ def outputs(repository: Repository, tree: str) -> dict[str, Output]:
                 path = os.path.normpath(at)
                 if path not in in_git:
                     entry = {key: value for key, value in entry.items() if key != "path"}
-                    found[path] = Output(path, str(name), entry)
+                    md5 = str(entry.get("md5") or entry)  # another hash
+                    found[path] = Output(path, md5, str(name), entry)
         except (yaml.YAMLError, AttributeError, KeyError, TypeError) as exc:
             raise UserError(f"{tree[:8]}:{name}: not a file of DVC's ({exc})") from exc
     return found
@@ -84,6 +98,8 @@ def unsaved(repository: Repository) -> tuple[set[str], set[str]]:
     Raises:
         UserError: DVC is not installed or refuses.
     """
+    if find_spec("dvc") is None:
+        raise UserError(_NOT_INSTALLED)
     done = subprocess.run(
         [sys.executable, "-m", "dvc", "data", "status", "--json"],
         cwd=repository.root,
@@ -146,7 +162,7 @@ def copy(repository: Repository, revision: str, output: Output, to: Path) -> Non
 
 def _absent(revision: str, output: Output, exc: Exception) -> UserError:
     return UserError(
-        f"{output.path} of {revision[:8]} (md5 {output.entry.get('md5')}) is neither in DVC's "
+        f"{output.path} of {revision[:8]} (md5 {output.md5}) is neither in DVC's "
         f"cache nor in the default remote ({' '.join(str(exc).split())[:200]}): fetch it from where "
         "it was pushed to, `dvc fetch --all-commits -r REMOTE`"
     )
@@ -158,5 +174,5 @@ def _files(root: Path, revision: str) -> Any:
     try:
         from dvc.api import DVCFileSystem
     except ImportError as exc:
-        raise UserError("DVC is not installed: pip install -e '.[dvc]'") from exc
+        raise UserError(_NOT_INSTALLED) from exc
     return DVCFileSystem(str(root), rev=revision)

@@ -128,7 +128,7 @@ def _exchange(repository: Repository, target: str, source: str, wanted: Collecti
         return Done([], [], [])
     _refuse_losses(repository, before, files, moved, old)
     paths = {name: comes for comes in (False, True) for name in (*files, *moved)
-             if (files | moved)[name] == comes}  # fmt: skip
+             if (files.get(name, False) or moved.get(name, False)) == comes}  # fmt: skip
     if blocking := swap.in_the_way(repository.root, paths, [*repository.files(before), *old]):
         raise UserError(
             f"in the way, and in no version: {_named(blocking)}; move them elsewhere or commit them"
@@ -225,6 +225,16 @@ def _refuse_losses(
         raise UserError(
             f"not in DVC's cache, and could not be brought back: {_named(lost)}; `dvc commit -f` "
             "puts them there"
+        )
+    if lost := sorted(path for path in there if not old[path].is_cached):
+        raise UserError(
+            f"neither in Git nor in DVC's cache (cache: false): {_named(lost)}; commit them, or "
+            "move them elsewhere"
+        )
+    if lost := sorted(path for path in there if old[path].holds_more(repository.root)):
+        raise UserError(
+            f"with files inside that .dvcignore hides, and that would be lost: {_named(lost)}; "
+            "move those elsewhere"
         )
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -24,7 +24,7 @@ from typing import IO, Any
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from lockstep.config.bind import bind, fingerprint, run_name
 from lockstep.config.cli import Command
@@ -32,9 +32,9 @@ from lockstep.config.schema import Config
 from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError
 from lockstep.launch.env import say
 from lockstep.launch.folder import finished
-from lockstep.launch.signals import handling
+from lockstep.launch.signals import STOP_SIGNALS, handling
 from lockstep.launch.sweep.ledger import Entry, Ledger, State, claimed
-from lockstep.launch.sweep.prune import is_poor, result
+from lockstep.launch.sweep.prune import is_poor, lower_is_better, result
 from lockstep.launch.sweep.report import one_line, write_reports
 from lockstep.parent import die_with_parent
 
@@ -104,7 +104,8 @@ class Sweep:
         """Prepare for the jobs of a composed sweep.
 
         Raises:
-            UserError: the sweep is itself one of several processes.
+            UserError: the sweep is itself one of several processes, or cannot write its folder.
+            Stopped: it was asked to stop meanwhile.
         """
         if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS") or 1) > 1:
             raise UserError(
@@ -112,7 +113,18 @@ class Sweep:
                 "(launch.processes=N are the processes of a job)"
             )
         self.folder = Path(raw.run.root) / self.name
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise UserError(
+                f"run.root = {raw.run.root}: cannot make {self.folder}: {exc.strerror}"
+            ) from exc
         self.metric = raw.sweep.metric
+        chosen_by_user = any("hydra.sweeper.direction=" in o for o in raw.hydra.overrides.hydra)
+        if "direction" in raw.hydra.sweeper and not chosen_by_user:  # Optuna's
+            way = "minimize" if lower_is_better(self.metric) else "maximize"
+            with read_write(raw.hydra):
+                OmegaConf.update(raw, "hydra.sweeper.direction", way)
         chosen = raw.hydra.launcher._target_
         self._starts_jobs = chosen.endswith(".BasicLauncher")
         # What submitit asks Slurm to send; to our agents its own choice, USR2, means another thing.
@@ -126,6 +138,8 @@ class Sweep:
             Sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[method-assign]
             # Hydra's own would run one after another, in this process.
             Plugins.instance().class_name_to_class[chosen].launch = launch  # type: ignore[attr-defined]
+        if self._asked:  # other launchers would not know
+            raise Stopped("the sweep was asked to stop")
 
     def run_here(
         self, raw: DictConfig, choices: Mapping[str, str], overrides: Sequence[str]
@@ -384,8 +398,9 @@ class Sweep:
         # As a shell would say it: a signal's number above 128.
         code = returncode if returncode >= 0 else 128 - returncode
         state: State = "done" if code == EXIT_OK else "failed"
-        # Asked before it could listen, it ends by the signal itself.
-        if code == EXIT_STOPPED or code - 128 in self._asked:
+        # Asked before it could listen, or once more while it saved.
+        cut_off = self._stopped and -returncode in STOP_SIGNALS
+        if code == EXIT_STOPPED or cut_off:
             state = "pruned" if job.pruned else "stopped"
         seconds = job.entry.seconds + time.time() - job.began
         self._note(job, state, exit_code=code, seconds=seconds)
@@ -439,6 +454,11 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu.strip() for gpu in visible.split(",") if gpu.strip() not in ("", "-1")]
+    return _all_gpus()
+
+
+@cache
+def _all_gpus() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
