@@ -188,7 +188,7 @@ def is_training(run_dir: Path) -> bool:
 def test_interrupted(root: Path, tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM and SIGKILL: the same command goes on, never beside another training."""
     known = set((root / "runs").iterdir())
-    set_overrides(root, [*SMALL, "steps=2000", "checkpoint.every_steps=100"])
+    set_overrides(root, [*SMALL, "steps=1200", "checkpoint.every_steps=100"])
 
     def begin(beyond: int) -> subprocess.Popen[bytes]:
         log = (tmp_path / f"{beyond}.log").open("wb")
@@ -216,7 +216,7 @@ def test_interrupted(root: Path, tmp_path: Path) -> None:
     assert not (run_dir / "DONE").exists()
 
     assert stages_run(run(root, "dvc repro train")) == ["train"]
-    assert Counter(steps(root, known)) == Counter(range(1, 2001)), "one run, each step once"
+    assert Counter(steps(root, known)) == Counter(range(1, 1201)), "one run, each step once"
 
 
 class Gate:
