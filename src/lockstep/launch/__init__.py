@@ -96,13 +96,18 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
 
 def _finished(config: Config, run_dir: Path) -> bool:
     """Tell of a run that is done already: it is never trained again by accident."""
-    from lockstep.launch.folder import finished
+    from lockstep.launch.folder import finished, trained_on
 
     summary = finished(run_dir, config)
     if summary is None:
         return False
     top1 = f"top-1 {summary['top1']:.2f} %" if "top1" in summary else "see DONE"
     say(f"already finished: {top1}, {run_dir}\nto train again: resume=never run.name=NEW_NAME")
+    if (root := trained_on(run_dir)) not in (None, config.data.root):
+        say(
+            f"it was trained on the images in {root}, not on data.root = {config.data.root}: give "
+            "other images a run.name of their own"
+        )
     return True
 
 

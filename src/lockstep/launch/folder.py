@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,13 @@ def finished(run_dir: Path, config: Config) -> dict[str, Any] | None:
         return None
     _check_same_run(run_dir, config)
     return dict(summary)
+
+
+def trained_on(run_dir: Path) -> str | None:
+    """Where the images of a run were, if that is known."""
+    with suppress(UserError):
+        return load_config(run_dir / "config.yaml").data.root
+    return None
 
 
 def _check_empty(run_dir: Path) -> None:
