@@ -44,7 +44,7 @@ from lockstep.data.pack import pack
 from lockstep.data.sampler import window_slices
 from lockstep.engine.graphs import PassGraphs
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
-from lockstep.worker import compile_in_place
+from lockstep.models.fast import compile_in_place
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 SIZE, MEAN, STD = 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

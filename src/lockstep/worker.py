@@ -43,8 +43,8 @@ from lockstep.engine.micro import fewest_rounds, holds
 from lockstep.engine.state import Progress, TrainState
 from lockstep.errors import Stopped, UserError
 from lockstep.models.batchnorm import RunningStatistics
-from lockstep.models.build import blocks, build, no_decay_names
-from lockstep.models.fast import speed_up
+from lockstep.models.build import build, no_decay_names
+from lockstep.models.fast import compile_in_place
 from lockstep.optim.build import build_optimizer
 from lockstep.optim.ema import WeightAverage
 from lockstep.strategy import Strategy, build_strategy
@@ -121,10 +121,8 @@ def _train(
             training.val_loader.close()
             training.store.close()
             training.telemetry.close(None)
-        # The new one would not fit beside it, and FSDP's hooks make circles.
         del training
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()  # the new one would not fit beside it
 
 
 def compose(
@@ -165,9 +163,6 @@ def compose(
     plan, told = settle_micro_batch(config, plan, device, found)
     state, strategy = build_state(config, plan, device)
     notes = [*notes, *told]
-
-    recordable = plan.strategy == "single" and not config.model.activation_checkpointing
-    records = plan.compile == "graphs" or (plan.compile == "max" and recordable)
 
     manifest = {
         "law": law(config),
@@ -213,9 +208,7 @@ def compose(
         device=device,
         strategy=strategy,
         state=state,
-        graphs=PassGraphs(list(state.model.parameters()))
-        if records and device.type == "cuda"
-        else None,
+        graphs=PassGraphs(list(state.model.parameters())) if plan.records else None,
         train_loader=train_loader,
         val_loader=val_loader,
         store=store,
@@ -324,14 +317,12 @@ def settle_micro_batch(
         )
         if dist.any_rank(not held):
             parts.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
         return bool(parts)
 
     rounds = fewest_rounds(fits, whole, plan.accumulation)
     parts.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
+    release_memory()
     if rounds is None:
         raise UserError(
             f"batch.micro = auto: not even one image of {plan.image_size} px fits {device}: use "
@@ -346,27 +337,18 @@ def settle_micro_batch(
     return plan.with_micro(micro), [told]
 
 
+def release_memory() -> None:
+    """Give back what nobody holds; FSDP's hooks make circles."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def make_deterministic() -> None:
     """Choose algorithms whose sums have a fixed order, where torch has them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)  # has no deterministic backward pass
-
-
-def compile_in_place(model: torch.nn.Module, mode: str, *, by_block: bool) -> None:
-    """Compile without changing names; blocks alone under FSDP, whose hooks lie between them."""
-    # What was compiled is kept, and not in /tmp, which the next start of the machine empties.
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "lockstep" / "compiled"))
-    # Blocks of one class share a cache, in which each shape and mode takes a place.
-    torch._dynamo.config.recompile_limit = 64
-    options = {"options": {"max_autotune": True}} if mode == "max" else {}
-    for part in blocks(model) if by_block else [model]:
-        speed_up(part)
-        # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
-        # slower, and inductor fails on BatchNorm's.
-        part.compile(dynamic=False if by_block else None, **options)
 
 
 def build_loaders(config: Config, plan: Plan, device: torch.device) -> tuple[Loader, Loader]:

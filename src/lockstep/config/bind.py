@@ -131,7 +131,7 @@ def save_config(config: Config, path: Path) -> None:
 
 def law(config: Config) -> dict[str, Any]:
     """The keys that define the result of a run, dotted and flat, with plain values."""
-    flat = _flatten(config.model_dump(mode="json", by_alias=True))
+    flat = flatten(config.model_dump(mode="json", by_alias=True))
     on_device = config.data.cache == "gpu"  # cropped there, pixels differ by a step of 255
     # What an earlier version did without saying is no difference, neither here nor in a run's name.
     return {
@@ -215,10 +215,11 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]
             yield from _walk(field.annotation, key + ".")
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -58,6 +58,8 @@ class Plan:
     lr_rule: str
     image_size: int
     compile: str
+    records: bool
+    """Whether passes are recorded as CUDA graphs."""
     threads: int
     data: DataFacts
     model: ModelFacts
@@ -197,6 +199,9 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         problems += [problem] if problem else []
     if problems:
         raise UserError("\n".join(problems))
+    mode = resolve_compile(
+        config, device, strategy, total_steps, model, roomy=roomy, compiles=machine.compiles
+    )
     return Plan(
         device=device,
         strategy=strategy,
@@ -219,9 +224,8 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         peak_lr=peak,
         lr_rule=rule,
         image_size=config.model.image_size or config.data.image_size,
-        compile=resolve_compile(
-            config, device, strategy, total_steps, model, roomy=roomy, compiles=machine.compiles
-        ),
+        compile=mode,
+        records=mode in ("graphs", "max") and _recordable(config, device, strategy),
         threads=threads,
         data=data,
         model=model,
@@ -293,7 +297,12 @@ def resolve_compile(
     fails = not compiles or (recomputes and model.has_batchnorm)
     if device != "cuda" or strategy == "dp" or short or fails:
         return "off"
-    return "graphs" if strategy == "single" and not recomputes and roomy else "default"
+    return "graphs" if roomy and _recordable(config, device, strategy) else "default"
+
+
+def _recordable(config: Config, device: str, strategy: str) -> bool:
+    recomputes = config.model.activation_checkpointing
+    return device == "cuda" and strategy == "single" and not recomputes
 
 
 def peak_lr(config: Config) -> tuple[float, str]:

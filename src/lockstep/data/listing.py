@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.machine import cache_folder
+
 LEAST = 10_000
 """Images from which on a listing is worth a file."""
 _SETTLED_NS = 2 * 10**9
@@ -103,9 +105,8 @@ def _states(folder: Path, folders: list[bytes]) -> list[list[int]]:
 
 def _file_of(folder: Path) -> Path:
     """Raises RuntimeError for a user without a home."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = blake2b(os.fsencode(folder.resolve()), digest_size=16).hexdigest()
-    return cache / "lockstep" / "listings" / f"{place}.npz"
+    return cache_folder() / "listings" / f"{place}.npz"
 
 
 def _joined(names: list[bytes]) -> np.ndarray:

@@ -35,6 +35,7 @@ from lockstep.doctor.hardware import peak_flops
 from lockstep.errors import EXIT_OK, UserError
 from lockstep.launch.prepare import machine
 from lockstep.launch.process import Job
+from lockstep.machine import nvidia_smi
 from lockstep.models.build import count
 
 Record = dict[str, Any]
@@ -263,7 +264,8 @@ def environment() -> Record:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version() if torch.cuda.device_count() else None,
         },
-        "gpus": _gpus(),
+        "gpus": nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+        or [],
         "cores": machine().cores,
     }
 
@@ -441,16 +443,6 @@ def _visible_gpus(plan: Plan) -> dict[str, str]:
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = before.split(",") if before else [str(i) for i in range(torch.cuda.device_count())]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[:wanted])}
-
-
-def _gpus() -> list[str]:
-    """Each GPU's name, memory and driver, as nvidia-smi tells them."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.split("\n")[:-1]
 
 
 def _spread(values: Sequence[float], digits: int) -> Record:

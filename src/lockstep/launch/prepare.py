@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from lockstep.config.plan import DataFacts, Machine, Plan, make_plan
 from lockstep.config.schema import Config, Data
 from lockstep.data import open_split
 from lockstep.errors import UserError
+from lockstep.machine import nvidia_smi
 from lockstep.models.build import count
 
 
@@ -28,7 +28,7 @@ def machine() -> Machine:
         cores=cores or 1,
         gpu_memory_bytes=_gpu_memory_bytes() if gpus else None,
         host_memory_bytes=_host_memory_bytes(),
-        nvlink=joined_by_nvlink(_nvidia_smi("topo", "-m") or "") if gpus > 1 else None,
+        nvlink=joined_by_nvlink("\n".join(nvidia_smi("topo", "-m") or [])) if gpus > 1 else None,
         compiles=_compiles(),
     )
 
@@ -88,19 +88,8 @@ def _host_memory_bytes() -> int:
 
 
 def _gpu_memory_bytes() -> int | None:
-    told = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    told = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
-        return min(int(line) for line in (told or "").split()) * 2**20
+        return min(int(line) for line in told or []) * 2**20
     except ValueError:
-        return None
-
-
-def _nvidia_smi(*arguments: str) -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    try:
-        return subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
         return None

@@ -7,13 +7,39 @@ its sums. Written in torch's operations, so that the compiler fuses them.
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.machine import cache_folder
+from lockstep.models.build import blocks
+
 _FEW_CHANNELS = 4
 _ALIGNED_CHANNELS = 8
 """Tensor cores take so many channels of two bytes at once."""
+
+
+def compile_in_place(model: nn.Module, mode: str, *, by_block: bool) -> None:
+    """Compile without changing names; blocks alone under FSDP, whose hooks lie between them.
+
+    Args:
+        mode: of the key ``compile``, not ``off``.
+    """
+    # What was compiled is kept, and not in /tmp, which the next start of the machine empties.
+    with suppress(RuntimeError):  # no home
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    # Blocks of one class share a cache, in which each shape and mode takes a place.
+    torch._dynamo.config.recompile_limit = 64
+    options: dict[str, Any] = {"options": {"max_autotune": True}} if mode == "max" else {}
+    for part in blocks(model) if by_block else [model]:
+        speed_up(part)
+        # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
+        # slower, and inductor fails on BatchNorm's.
+        part.compile(dynamic=False if by_block else None, **options)
 
 
 def speed_up(part: nn.Module) -> None:

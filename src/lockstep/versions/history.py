@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from lockstep.config.bind import flatten
 from lockstep.versions.outputs import CHECKPOINTS, LOCK, Output, digests, outputs
 from lockstep.versions.repository import Repository
 
@@ -119,17 +120,9 @@ def _parsed(card: str | None) -> dict[str, Any] | None:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
+    flat_a, flat_b = dict(flatten(a)), dict(flatten(b))
     return {
         key: (flat_a.get(key), flat_b.get(key))
         for key in sorted(flat_a.keys() | flat_b.keys())
         if flat_a.get(key) != flat_b.get(key) and key not in _NOT_COMPARED
     }
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

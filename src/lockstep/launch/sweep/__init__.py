@@ -36,6 +36,7 @@ from lockstep.launch.signals import STOP_SIGNALS, handling
 from lockstep.launch.sweep.ledger import Entry, Ledger, State, claimed
 from lockstep.launch.sweep.prune import is_poor, lower_is_better, result
 from lockstep.launch.sweep.report import one_line, write_reports
+from lockstep.machine import nvidia_smi
 from lockstep.parent import die_with_parent
 
 _TICK_SECONDS = 0.1
@@ -459,12 +460,7 @@ def visible_gpus() -> list[str]:
 
 @cache
 def _all_gpus() -> list[str]:
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        return done.stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    return nvidia_smi("--query-gpu=index", "--format=csv,noheader") or []
 
 
 def _settle_in(parent: int, slot: int, at_once: int) -> None:
