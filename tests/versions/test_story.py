@@ -204,7 +204,8 @@ def test_interrupted(root: Path, tmp_path: Path) -> None:
     os.killpg(dvc.pid, signal.SIGINT)
     assert dvc.wait(SECONDS) != 0
     (run_dir,) = set((root / "runs").iterdir()) - known
-    assert "exited with 85" in (tmp_path / "0.log").read_text(), "saved"
+    # Not by its exit code: a shell between (dash) tells of the Ctrl-C that it got itself.
+    assert "the same command goes on" in (tmp_path / "0.log").read_text(), "saved"
 
     dvc = begin(len(steps(root, known)))
     dvc.terminate()
