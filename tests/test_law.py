@@ -71,6 +71,17 @@ def test_same_run_with(trained: Trainer, model: str, change: list[str]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_same_run_with_gradients_sent_after_the_pass(
+    trained: Trainer, model: str, processes: int
+) -> None:
+    name = f"{model} after {processes}"
+    options = [*MODELS[model], "strategy=ddp", "strategy.reduce=after", MICRO]
+    run = trained(name, processes, *options)
+    check_same_run(run, trained.reference(model, MICRO))
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "processes, strategy, precision",
     [(1, "dp", "bf16"), (2, "ddp", "bf16"), (2, "fsdp", "bf16"), (2, "fsdp", "fp16")],

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 
-from lockstep.memory import Recycled
+from lockstep.memory import Recycled, garbage_when_told
 
 
 def test_memory_of_the_living_is_not_given_out() -> None:
@@ -34,3 +37,18 @@ def test_memory_is_used_again() -> None:
     del held
     recycled.empty((8,))
     assert len(recycled._kept) == 2
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_looked_for_when_told() -> None:
+    assert gc.isenabled()
+    with garbage_when_told():
+        garbage = [weakref.ref(Cycle()) for _ in range(2 * gc.get_threshold()[0])]
+        assert all(ref() for ref in garbage)
+        gc.collect(1)
+        assert not any(ref() for ref in garbage)
+    assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from lockstep import dist, worker
 from lockstep.errors import UserError
-from tests.runs import configure
+from tests.runs import NeverStop, configure, plan_of, train_one_rank
 
 
 def loader(digest: str) -> Any:
@@ -77,3 +79,33 @@ def test_a_resume_keeps_the_share_or_says_so() -> None:
         shared("data.decode=auto", loader=Decoders(), before="x")  # type: ignore[arg-type]
     share, (note,) = shared("data.decode=auto", loader=Decoders(why="no GPU"), before=0.25)
     assert share == 0.0 and "decoded 25% of the JPEGs before and decodes 0% now" in note
+
+
+class LooksForGarbage(NeverStop):
+    """Asked once in each step."""
+
+    found: ClassVar[list[bool]] = []
+
+    @property
+    def requested(self) -> str | None:  # type: ignore[override]
+        self.found.append(gc.isenabled())
+        return None
+
+
+def test_python_does_not_look_for_garbage_within_steps(few_digits: Path, tmp_path: Path) -> None:
+    config = configure(
+        *("data=digits", f"data.root={few_digits}", "model=vit_tiny", "+model.kwargs.depth=1"),
+        *(
+            "batch.global=8",
+            "steps=3",
+            "device=cpu",
+            "telemetry.console=false",
+            "data.num_classes=null",
+            "data.num_train=null",
+            "data.num_val=null",
+        ),
+    )
+    stop = LooksForGarbage()
+    assert train_one_rank(config, plan_of(config), tmp_path, stop) is not None
+    assert len(stop.found) >= 3 and not any(stop.found)
+    assert gc.isenabled()

@@ -47,6 +47,7 @@ def strategy_config(**changes: Any) -> StrategyConfig:
         "cpu_offload": False,
         "prefetch": 1,
         "sync_batchnorm": False,
+        "reduce": "backward",
         "static_graph": True,
         "bucket_mb": 25.0,
         "meta_init": False,

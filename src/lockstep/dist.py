@@ -7,7 +7,7 @@ Level 1.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -91,6 +91,15 @@ def all_reduce_sum_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def all_reduce_sums_(tensors: Sequence[torch.Tensor]) -> None:
+    """Sum each over ranks, in place, as one operation. All of one dtype and device. All ranks enter here."""
+    if is_distributed() and tensors:
+        # all_reduce_coalesced, which this replaces, is deprecated.
+        with torch_dist.distributed_c10d._coalescing_manager():
+            for tensor in tensors:
+                torch_dist.all_reduce(tensor)
+
+
 def gather_objects(obj: T) -> list[T]:
     """Every rank's plain object, in rank order, on every rank. All ranks enter here."""
     if not is_distributed():
@@ -107,6 +116,13 @@ def broadcast_object(obj: T) -> T:
     box = [obj]
     torch_dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
+
+
+def broadcast_(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values, in place. All ranks enter here."""
+    if is_distributed():
+        torch_dist.broadcast(tensor, src=0)
+    return tensor
 
 
 def flight_record() -> str | None:

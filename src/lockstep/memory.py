@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -91,3 +93,22 @@ class Recycled:
     def _is_free(self, at: int, count: int) -> bool:
         # This list and the call: the storage of a tensor, and so all its views, would be a third.
         return len(self._kept[at]) >= count and sys.getrefcount(self._kept[at]) == 2
+
+
+@contextmanager
+def garbage_when_told() -> Iterator[None]:
+    """Within, Python looks for cyclic garbage when ``gc.collect`` is called, and never by itself.
+
+    By itself it would in the middle of a step, on each rank in another one, and all would wait. What
+    is there already (modules, the model) is not looked at any more.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -231,7 +231,9 @@ def build_state(
     strategy = build_strategy(
         plan.strategy,
         # strategy=auto is decided by the plan.
-        config.strategy.model_copy(update={"shard": plan.shard, "cpu_offload": plan.cpu_offload}),
+        config.strategy.model_copy(
+            update={"shard": plan.shard, "cpu_offload": plan.cpu_offload, "reduce": plan.reduce}
+        ),
         config.precision,
         shard_processes=plan.shard_processes,
         accumulation=plan.accumulation,
@@ -254,7 +256,13 @@ def build_state(
     if config.precision.residual == "low":
         lower_residuals(model, config.precision)
     if compiled and plan.compile != "off":
-        compile_in_place(model, plan.compile, by_block=strategy.materialises_meta)
+        splits = plan.strategy == "dp" or (plan.strategy == "ddp" and plan.reduce == "backward")
+        compile_in_place(
+            model,
+            plan.compile,
+            by_block=strategy.materialises_meta,
+            norms=device.type == "cuda" and not splits and not config.strategy.sync_batchnorm,
+        )
     if device.type == "cuda" and not strategy.materialises_meta:
         # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.
         model.to(memory_format=torch.channels_last)

@@ -497,10 +497,22 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
             ["compile=graphs", "device=cpu"], {}, "use compile=default", id="graphs on the CPU"
         ),
         pytest.param(
-            ["compile=graphs", "strategy=ddp"],
+            ["compile=graphs", "strategy=ddp", "strategy.reduce=backward"],
             {"machine": EIGHT},
-            "compile = graphs is for one GPU, and strategy is ddp",
-            id="graphs on several GPUs",
+            "cannot be recorded; use strategy.reduce=after or compile=default",
+            id="gradients sent in a recorded pass",
+        ),
+        pytest.param(
+            ["compile=graphs", "strategy=ddp", "strategy.sync_batchnorm=true"],
+            {"machine": EIGHT, "model": BATCHNORM},
+            "cannot be recorded; use strategy.sync_batchnorm=false or compile=default",
+            id="statistics sent in a recorded pass",
+        ),
+        pytest.param(
+            ["compile=graphs", "strategy=fsdp"],
+            {"machine": EIGHT},
+            "cannot be recorded; use strategy=ddp or compile=default",
+            id="parameters sent in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=single", "model.activation_checkpointing=true"],
@@ -667,3 +679,46 @@ def test_text_tells_what_the_user_asks_for() -> None:
 )
 def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> None:
     assert plan("compile=auto", *overrides, **facts).compile == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "compiles", "reduces", "records"),
+    [
+        pytest.param([], gpus(8, 80), "graphs", "after", True, id="NVLink"),
+        pytest.param([], gpus(8, 80, nvlink=False), "default", "backward", False, id="none"),
+        pytest.param(
+            ["compile=graphs"], gpus(8, 80, nvlink=False), "graphs", "after", True, id="as recorded"
+        ),
+        pytest.param(["compile=default"], gpus(8, 80), "default", "after", False, id="whole"),
+        pytest.param(["compile=off"], gpus(8, 80), "off", "backward", False, id="not compiled"),
+        pytest.param(
+            ["compile=off", "strategy.reduce=after"], CPU, "off", "after", False, id="CPU"
+        ),
+        pytest.param(
+            ["strategy.reduce=backward"], gpus(8, 80), "default", "backward", False, id="as told"
+        ),
+        pytest.param(
+            ["launch.nodes=2", "launch.rendezvous=a:1"],
+            gpus(8, 80),
+            "default",
+            "backward",
+            False,
+            id="two nodes",
+        ),
+        pytest.param(
+            ["strategy.sync_batchnorm=true"],
+            gpus(8, 80),
+            "default",
+            "after",
+            False,
+            id="statistics",
+        ),
+        pytest.param(["strategy=fsdp"], gpus(8, 80), "default", "backward", False, id="fsdp"),
+    ],
+)
+def test_reduce(
+    overrides: list[str], machine: Machine, compiles: str, reduces: str, records: bool
+) -> None:
+    words = ["strategy=ddp", "launch.processes=2", "steps=5000", "compile=auto", *overrides]
+    found = plan(*words, machine=machine)
+    assert (found.compile, found.reduce, found.records) == (compiles, reduces, records)

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tarfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,9 @@ import torch
 from lockstep.checkpoint import writer
 from lockstep.checkpoint.store import Store, find_checkpoint
 from lockstep.config.plan import Machine
+from lockstep.engine.loop import StopRequest
 from tests.conftest import REPOSITORY, free_port
-from tests.runs import configure, plan_of, records, train_one_rank
+from tests.runs import NeverStop, configure, plan_of, records, train_one_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,7 +107,9 @@ class Trainer:
             shutil.rmtree(run)
         return self._done[key]
 
-    def start(self, run: Path, *overrides: str, processes: int = 1) -> None:
+    def start(
+        self, run: Path, *overrides: str, processes: int = 1, stop: StopRequest | None = None
+    ) -> None:
         torch._dynamo.reset()
         config = configure(
             *BASE, f"data.root={self._images}", f"launch.processes={processes}", *overrides
@@ -116,7 +120,7 @@ class Trainer:
             self._pool(processes, train_one_rank, config, plan, run)
             return
         with group_of_one() if plan.strategy not in ("single", "dp") else nothing():
-            train_one_rank(config, plan, run)
+            train_one_rank(config, plan, run, stop)
         torch.cuda.empty_cache()
 
 
@@ -185,12 +189,60 @@ def test_half_precision_is_shared(trained: Trainer, shared: str, model: str) -> 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [("single", "default"), ("single", "graphs"), ("ddp", "default"), ("fsdp", "default")],
+    [
+        ("strategy=single", "default"),
+        ("strategy=single", "graphs"),
+        ("strategy=ddp strategy.reduce=backward", "default"),
+        ("strategy=ddp strategy.reduce=after", "default"),
+        ("strategy=ddp strategy.reduce=after", "graphs"),
+        ("strategy=fsdp", "default"),
+    ],
 )
 def test_compiled(trained: Trainer, strategy: str, mode: str, model: str) -> None:
-    options = [*MODELS[model], f"strategy={strategy}", "precision=fp32", f"compile={mode}"]
+    options = [*MODELS[model], *strategy.split(), "precision=fp32", f"compile={mode}"]
     exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
     check_same_run(trained(*options), exact, tolerance=1e-2)
+
+
+class WatchSteps(NeverStop):
+    """Asked once in each step; has torch tell of every wait for the GPU in some of them."""
+
+    def __init__(self, watched: range) -> None:
+        self._watched = watched
+        self._step = 0
+
+    @property
+    def requested(self) -> str | None:  # type: ignore[override]
+        self._step += 1
+        torch.cuda.set_sync_debug_mode("warn" if self._step in self._watched else "default")
+        return None
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param("resnet50", ["strategy=single"], id="resnet50"),
+        pytest.param("resnet50", ["strategy=single", "compile=graphs"], id="resnet50, recorded"),
+        pytest.param("resnet50", ["strategy=ddp", "ema.enabled=true"], id="resnet50, ddp, average"),
+        pytest.param("vit", ["strategy=fsdp", "optimizer.clip_grad_norm=1"], id="vit, fsdp"),
+    ],
+)
+def test_steps_do_not_wait_for_the_gpu(
+    trained: Trainer, tmp_path: Path, model: str, options: list[str]
+) -> None:
+    steps, watched = 14, range(6, 13)  # before: compiling, recording; after: evaluation, save
+    stop = WatchSteps(watched)
+    options = [*MODELS[model], *options, "precision=bf16", "batch.micro=null", f"steps={steps}"]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trained.start(tmp_path, *options, stop=stop)
+    torch.cuda.set_sync_debug_mode("default")
+    assert stop._step >= steps
+    assert [str(w.message) for w in told if "synchronizing" in str(w.message)] == []
+    torch.cuda.set_sync_debug_mode("warn")
+    with pytest.warns(UserWarning, match="synchronizing"):  # that it would have been told
+        torch.ones(1, device=DEVICE).item()
+    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("model", SMALL)

@@ -42,13 +42,20 @@ def reference() -> tuple[dict[str, torch.Tensor], float, float]:
 
 
 def check_gradient(name: str, shard: str, micro: int | None) -> None:
+    name, _, reduce = name.partition(" ")
     world, rank = dist.world_size(), dist.rank()
     shard_processes = {"fsdp": 1 if shard == "none" else world, "hsdp": world // 2}.get(name, 1)
     slices = window_slices(0, len(IMAGES), micro, rank, world)
     model = network()
     state, strategy = state_of(
         model,
-        strategy_of(name, shard=shard, shard_processes=shard_processes, accumulation=len(slices)),
+        strategy_of(
+            name,
+            shard=shard,
+            reduce=reduce or "backward",
+            shard_processes=shard_processes,
+            accumulation=len(slices),
+        ),
     )
     grads, loss, norm = reference()
     for _ in range(2):  # the second time nothing of the first may be left
@@ -66,6 +73,7 @@ def check_gradient(name: str, shard: str, micro: int | None) -> None:
                 graphs=None,
                 enter=nowhere,
             )
+        strategy.reduce_gradients(list(model.parameters()))
         found = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-6)
         assert float(strategy.grad_norm(list(model.parameters()))) == pytest.approx(norm, rel=1e-5)
@@ -82,6 +90,9 @@ CASES = [
     pytest.param(2, "ddp", "none", None, id="ddp"),
     pytest.param(3, "ddp", "none", None, id="ddp, 7 + 7 + 6"),
     pytest.param(3, "ddp", "none", 4, id="ddp accumulates, some idle"),
+    pytest.param(1, "ddp after", "none", 6, id="ddp alone, after, accumulates"),
+    pytest.param(3, "ddp after", "none", None, id="ddp after, 7 + 7 + 6"),
+    pytest.param(3, "ddp after", "none", 4, id="ddp after accumulates, some idle"),
     pytest.param(3, "fsdp", "full", None, id="fsdp, 7 + 7 + 6"),
     pytest.param(3, "fsdp", "full", 4, id="fsdp accumulates, some idle"),
     pytest.param(3, "fsdp", "grad_op", 4, id="fsdp grad_op accumulates, some idle"),
@@ -124,6 +135,21 @@ def check_ddp(accumulation: int) -> tuple[bool, bool]:
 @pytest.mark.parametrize("accumulation, static", [(1, True), (2, False)])
 def test_ddp(pool: Any, accumulation: int, static: bool) -> None:
     assert pool(2, on_group, check_ddp, accumulation) == [(static, True)] * 2
+
+
+def check_same_start() -> list[float]:
+    torch.manual_seed(dist.rank())
+    model = network(batchnorm=True)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(dist.rank())
+    strategy_of("ddp", reduce="after").prepare(model, CPU)
+    return [float(t.double().sum()) for t in model.state_dict().values()]
+
+
+def test_ddp_starts_everywhere_from_the_weights_of_rank_0(pool: Any) -> None:
+    first, second = pool(2, on_group, check_same_start)
+    assert first == second
 
 
 def test_ddp_alone_wraps_nothing() -> None:

@@ -49,6 +49,7 @@ ADDED: dict[str, Any] = {
     "data.shuffle_block": 1,
     "precision.residual": "fp32",
     "model.draw": "model",
+    "strategy.reduce": "auto",
     "launch.scheduler": "local",
     "launch.dry_run": False,
     "launch.slurm": {},

@@ -58,6 +58,8 @@ class Plan:
     lr_rule: str
     image_size: int
     compile: str
+    reduce: str
+    """``strategy.reduce``, decided."""
     records: bool
     """Whether passes are recorded as CUDA graphs."""
     threads: int
@@ -148,7 +150,9 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     layout, why = _layout(config, machine, model, device, processes, problems)
     strategy = layout.strategy
     _check_strategy(config, device, strategy, world, model, problems, notes)
-    _check_speed(config, device, strategy, problems)
+    after = _reduces_after(config, device, strategy, machine)
+    whole_pass = strategy == "single" or (after and not config.strategy.sync_batchnorm)
+    _check_speed(config, device, strategy, problems, whole_pass=whole_pass)
     _check_data(config, data, device, problems)
 
     batch = config.batch
@@ -199,8 +203,15 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         problems += [problem] if problem else []
     if problems:
         raise UserError("\n".join(problems))
+    recordable = _recordable(config, device, whole_pass=whole_pass)
     mode = resolve_compile(
-        config, device, strategy, total_steps, model, roomy=roomy, compiles=machine.compiles
+        config,
+        device,
+        strategy,
+        total_steps,
+        model,
+        records=roomy and recordable,
+        compiles=machine.compiles,
     )
     return Plan(
         device=device,
@@ -225,7 +236,10 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         lr_rule=rule,
         image_size=config.model.image_size or config.data.image_size,
         compile=mode,
-        records=mode in ("graphs", "max") and _recordable(config, device, strategy),
+        reduce="after"
+        if after and (mode != "off" or config.strategy.reduce == "after")
+        else "backward",
+        records=mode in ("graphs", "max") and recordable,
         threads=threads,
         data=data,
         model=model,
@@ -280,13 +294,13 @@ def resolve_compile(
     total_steps: int,
     model: ModelFacts,
     *,
-    roomy: bool,
+    records: bool,
     compiles: bool,
 ) -> str:
     """``auto`` compiles on a GPU, where the run is long enough to earn it back.
 
     Args:
-        roomy: the GPU holds activations twice, as recorded passes may need.
+        records: passes can be recorded, and the GPU holds activations twice, as that may need.
         compiles: the machine has what torch.compile needs.
     """
     wanted = config.compile
@@ -297,12 +311,25 @@ def resolve_compile(
     fails = not compiles or (recomputes and model.has_batchnorm)
     if device != "cuda" or strategy == "dp" or short or fails:
         return "off"
-    return "graphs" if roomy and _recordable(config, device, strategy) else "default"
+    return "graphs" if records else "default"
 
 
-def _recordable(config: Config, device: str, strategy: str) -> bool:
-    recomputes = config.model.activation_checkpointing
-    return device == "cuda" and strategy == "single" and not recomputes
+def _reduces_after(config: Config, device: str, strategy: str, machine: Machine) -> bool:
+    """Whether DDP sends gradients after the backward pass, if the model is compiled."""
+    asked = config.strategy.reduce
+    if strategy != "ddp" or asked == "backward":
+        return False
+    quick = bool(machine.nvlink) and config.launch.max_nodes == 1 and config.compile != "off"
+    return asked == "after" or (device == "cuda" and (quick or config.compile == "graphs"))
+
+
+def _recordable(config: Config, device: str, *, whole_pass: bool) -> bool:
+    """Whether forward and backward pass can be one CUDA graph.
+
+    Args:
+        whole_pass: nothing is sent to other GPUs within it.
+    """
+    return device == "cuda" and whole_pass and not config.model.activation_checkpointing
 
 
 def peak_lr(config: Config) -> tuple[float, str]:
@@ -461,14 +488,18 @@ def _check_strategy(
         notes.append("fp16: steps skipped by the loss scaler still count as steps")
 
 
-def _check_speed(config: Config, device: str, strategy: str, problems: list[str]) -> None:
+def _check_speed(
+    config: Config, device: str, strategy: str, problems: list[str], *, whole_pass: bool
+) -> None:
     graphs = f"compile = {config.compile}"
     if config.compile == "graphs" and device != "cuda":
         problems.append(f"{graphs} needs a GPU, and device is {device}: use compile=default")
-    elif config.compile == "graphs" and strategy != "single":
+    elif config.compile == "graphs" and not whole_pass:
+        sends = "strategy.sync_batchnorm=false" if config.strategy.sync_batchnorm else ""
+        instead = sends or "strategy.reduce=after" if strategy == "ddp" else "strategy=ddp"
         problems.append(
-            f"{graphs} is for one GPU, and strategy is {strategy}: gradients that are sent between "
-            "GPUs cannot be recorded; use compile=default"
+            f"{graphs} with strategy={strategy}: what is sent between GPUs within a pass cannot be "
+            f"recorded; use {instead} or compile=default"
         )
     elif config.compile == "graphs" and config.model.activation_checkpointing:
         problems.append(

@@ -101,6 +101,11 @@ class Strategy(Section):
     )
     prefetch: NonNegativeInt = Field(description="fsdp: blocks gathered ahead of the running one")
     sync_batchnorm: bool = Field(description="batch statistics over all processes of a micro-batch")
+    reduce: Literal["auto", "backward", "after"] = Field(
+        description="ddp: when gradients are averaged. backward: while the backward pass runs, "
+        "bucket by bucket; after: all at its end, which leaves the pass whole for the compiler and "
+        "can be recorded; auto: after, where the model is compiled and NVLink joins the GPUs of one node"
+    )
     static_graph: bool = Field(description="ddp: the graph is the same in every step")
     bucket_mb: PositiveFloat = Field(description="ddp: gradient bucket size in MiB")
     meta_init: bool = Field(description="fsdp: only rank 0 holds the whole model while building")

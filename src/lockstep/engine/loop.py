@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from lockstep.engine.record import Recorder
 from lockstep.engine.state import Progress, TrainState
 from lockstep.engine.step import StepSums, micro_step, update
 from lockstep.errors import Regroup, Stopped, UserError
+from lockstep.memory import garbage_when_told
 from lockstep.metrics import EvalResult
 from lockstep.optim.schedule import learning_rate
 from lockstep.strategy.base import Strategy
@@ -39,6 +41,9 @@ from lockstep.telemetry.phases import Phases
 
 _LONG_WAIT_SECONDS = 1.0
 """For a disk, that a user should be told about."""
+_GARBAGE_STEPS = 50
+_YOUNG = 1
+"""Python's generations that are looked at between steps; all are before an evaluation."""
 
 
 class StopRequest(Protocol):
@@ -92,15 +97,18 @@ def fit(t: Training) -> dict[str, EvalResult]:
     recorder = build_recorder(t)
     pause(t, recorder)
     began: float | None = time.perf_counter() if t.plan.compile != "off" else None
-    while t.state.progress.step < t.plan.total_steps:
-        for window, batches in epoch_windows(t):
-            train_window(t, window, batches, recorder)
-            if began is not None:
-                tell_compiling(t, began)
-                began = None
-            if t.store.wants_memory:
-                t.store.reserve(t.state.tensors())  # not before the optimiser has its state
-            pause(t, recorder)
+    with garbage_when_told():
+        while t.state.progress.step < t.plan.total_steps:
+            for window, batches in epoch_windows(t):
+                train_window(t, window, batches, recorder)
+                if began is not None:
+                    tell_compiling(t, began)
+                    began = None
+                if t.store.wants_memory:
+                    t.store.reserve(t.state.tensors())  # not before the optimiser has its state
+                if t.state.progress.step % _GARBAGE_STEPS == 0:
+                    gc.collect(_YOUNG)
+                pause(t, recorder)
     t.store.wait()
     if not t.results:
         try:
@@ -240,6 +248,7 @@ def run_evaluation(t: Training) -> bool:
         False if a request to stop has interrupted it; nothing is told then.
     """
     progress = t.state.progress
+    gc.collect()
     try:
         _evaluate_all(t)
     except Interrupted:

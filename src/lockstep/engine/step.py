@@ -169,6 +169,7 @@ def update(
             any rank, which waits for the device. None: do not look.
     """
     parameters = [p for p in state.model.parameters() if p.requires_grad]
+    strategy.reduce_gradients(parameters)
     norm = strategy.grad_norm(parameters)
     apply = state.scaler.scale
     good = state.scaler.step_is_good(norm)

@@ -61,6 +61,9 @@ class Strategy(ABC):
         """Context of one forward and backward pass; gradients need to be whole after the last."""
         return nullcontext()
 
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027
+        """Average over ranks what the backward passes have left to this moment. All ranks enter here."""
+
     def after_evaluation(self) -> None:  # noqa: B027 - most have nothing to undo
         """Undo what forward passes without a backward pass leave behind."""
 

@@ -150,7 +150,7 @@ class FSDPStrategy(Strategy):
         for name, buffer in model.named_buffers():
             if dist.is_main():
                 buffer.copy_(buffers[name])
-            torch.distributed.broadcast(buffer, src=0)
+            dist.broadcast_(buffer)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
