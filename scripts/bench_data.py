@@ -198,7 +198,7 @@ def trainer(args: argparse.Namespace) -> Callable[[torch.Tensor], None]:
     model = create_model(args.train).to(args.device)
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    compile_in_place(model, "graphs", by_block=False)
+    compile_in_place(model, "graphs", by_block=False, norms=True)
     graphs = PassGraphs(list(model.parameters()))
     targets = torch.randint(1000, (args.batch,), device=args.device)
     queued: deque[torch.cuda.Event] = deque()

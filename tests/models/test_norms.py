@@ -1,0 +1,156 @@
+"""Fast BatchNorm and max-pooling: the numbers of torch's own."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.models import norms
+from lockstep.models.norms import FastBatchNorm, FastMaxPool, speed_up_norms
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, too: where the operators have no kernels, but what these stand for."""
+    monkeypatch.setattr(norms, "_is_for_us", lambda layer, _: layer.training)
+
+
+def images(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Channels with means far from 0, channels last."""
+    random = torch.Generator().manual_seed(sum(shape))
+    means = 20.0 * (torch.arange(shape[1]) % 5).view(1, -1, 1, 1) - 30
+    x = torch.randn(shape, generator=random) + means
+    return x.to(device, dtype, memory_format=torch.channels_last).requires_grad_()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("relu", [False, True], ids=["alone", "relu"])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5, 7), (5, 70, 1, 1), (4, 64, 33, 17), (1, 3, 3, 2)], ids=str
+)
+def test_batch_norm(
+    everywhere: None, shape: tuple[int, ...], relu: bool, dtype: torch.dtype, device: str
+) -> None:
+    exact = nn.BatchNorm2d(shape[1], momentum=0.3).to(device)
+    nn.init.normal_(exact.weight, 1.0)
+    nn.init.normal_(exact.bias)
+    fast = copy.deepcopy(exact)
+    exact.double()
+    speed_up_norms(both := nn.Sequential(fast, nn.ReLU() if relu else nn.Identity()))
+    assert type(fast) is FastBatchNorm and type(both[1]) is nn.Identity
+    x = images(*shape, dtype=dtype, device=device)
+    close = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    results = []
+    for network, inputs in (
+        (nn.Sequential(exact, nn.ReLU() if relu else nn.Identity()), x.double()),
+        (both, x),
+    ):
+        output = network(inputs)
+        flow = torch.linspace(-1, 2, output.numel()).to(dtype).view(shape).to(output)
+        gradients = torch.autograd.grad(output, [x, *network.parameters()], flow)
+        results.append([output, *gradients, *network.buffers()])
+    assert results[1][0].dtype == dtype
+    for found, wanted in zip(*reversed(results), strict=True):
+        assert distance(found, wanted) < close
+    both.eval(), exact.eval()
+    expected = exact(x.double())
+    assert distance(both(x), F.relu(expected) if relu else expected) < close
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Between them, as a part of the second (but not of next to nothing)."""
+    return float((found.double() - wanted).norm() / wanted.double().norm().clamp(min=1.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 8, 10), (1, 3, 7, 9), (2, 5, 1, 1), (3, 1, 2, 3), (2, 70, 33, 16)], ids=str
+)
+def test_max_pool(
+    everywhere: None, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    x = (
+        torch.randint(-3, 4, shape, generator=random).to(device, dtype).requires_grad_()
+    )  # many ties
+    with torch.no_grad():
+        x[0, 0, 0, 0] = float("nan")
+    fast = nn.Sequential(nn.MaxPool2d(3, 2, 1))
+    speed_up_norms(fast)
+    assert type(fast[0]) is FastMaxPool
+    wanted, found = F.max_pool2d(x, 3, 2, 1), fast(x)
+    torch.testing.assert_close(found, wanted, equal_nan=True, rtol=0, atol=0)
+    flow = torch.randint(-4, 5, wanted.shape, generator=random).to(x)
+    gradients = [torch.autograd.grad(out, x, flow)[0] for out in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("relu", [False, True], ids=["alone", "relu"])
+@pytest.mark.parametrize("shape", [(401408, 64), (12544, 2048), (3136, 257), (70, 8)], ids=str)
+def test_kernels_are_what_they_stand_for(shape: tuple[int, int], relu: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    rows, flow = (torch.randn(shape, generator=random) + 2 for _ in range(2))
+    mean, scale, bias = torch.randn(3, shape[1], generator=random)
+    chunk = -(-len(rows) // norms._PARTS)
+    for operator, inputs in (
+        (norms.batch_moments, (rows, chunk)),
+        (norms.gradient_sums, (flow, rows, mean, scale, bias, chunk, relu)),
+    ):
+        on_gpu = operator(*(i.cuda() if isinstance(i, torch.Tensor) else i for i in inputs))
+        used = -(-len(rows) // chunk)
+        torch.testing.assert_close(
+            on_gpu[:used].cpu(), operator(*inputs)[:used], rtol=1e-3, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize(
+    "name, kinds",
+    [
+        ("resnet18", {FastBatchNorm: 20, FastMaxPool: 1, nn.ReLU: 8}),
+        ("resnet26d", {FastBatchNorm: 31, FastMaxPool: 1, nn.ReLU: 8}),
+        ("regnetx_002", {FastBatchNorm: 44}),
+        ("efficientnet_b0", {FastBatchNorm: 16}),
+        ("vit_tiny_patch16_224", {}),
+    ],
+)
+def test_networks(name: str, kinds: dict[type, int]) -> None:
+    """ReLU stays where something lies between it and BatchNorm, as a block's end."""
+    network = timm.create_model(name)
+    names = list(network.state_dict())
+    speed_up_norms(network)
+    assert list(network.state_dict()) == names
+    found = Counter(type(m) for m in network.modules())
+    assert {kind: found[kind] for kind in kinds} == kinds
+    assert kinds or not found.keys() & {FastBatchNorm, FastMaxPool}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(everywhere: None, device: str) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    plain = nn.Sequential(*layers, nn.MaxPool2d(3, 2, 1), nn.BatchNorm2d(8)).to(device)
+    fast = copy.deepcopy(plain)
+    speed_up_norms(fast)
+    fast.compile()
+    x = images(4, 3, 16, 16, dtype=torch.float32, device=device)
+    results = []
+    for network in (plain, fast):
+        output = network(x)
+        (output * torch.linspace(-1, 2, output.numel()).view_as(output).to(device)).sum().backward()
+        results.append([p.grad for p in network.parameters()] + list(network.buffers()))
+    for a, b in zip(*results, strict=True):
+        assert a is not None and b is not None
+        assert distance(b, a) < 1e-3
