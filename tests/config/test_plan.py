@@ -684,13 +684,14 @@ def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "machine", "compiles", "reduces", "records"),
     [
-        pytest.param([], gpus(8, 80), "graphs", "after", True, id="NVLink"),
-        pytest.param([], gpus(8, 80, nvlink=False), "default", "backward", False, id="none"),
+        pytest.param([], gpus(8, 80), "default", "backward", False, id="usual"),
+        pytest.param(["compile=graphs"], gpus(8, 80), "graphs", "after", True, id="recorded"),
         pytest.param(
-            ["compile=graphs"], gpus(8, 80, nvlink=False), "graphs", "after", True, id="as recorded"
+            ["compile=default", "strategy.reduce=after"],
+            *(gpus(8, 80), "default", "after", False),
+            id="whole",
         ),
-        pytest.param(["compile=default"], gpus(8, 80), "default", "after", False, id="whole"),
-        pytest.param(["compile=off"], gpus(8, 80), "off", "backward", False, id="not compiled"),
+        pytest.param(["strategy.reduce=after"], gpus(8, 80), "graphs", "after", True, id="after"),
         pytest.param(
             ["compile=off", "strategy.reduce=after"], CPU, "off", "after", False, id="CPU"
         ),
@@ -698,19 +699,8 @@ def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> 
             ["strategy.reduce=backward"], gpus(8, 80), "default", "backward", False, id="as told"
         ),
         pytest.param(
-            ["launch.nodes=2", "launch.rendezvous=a:1"],
-            gpus(8, 80),
-            "default",
-            "backward",
-            False,
-            id="two nodes",
-        ),
-        pytest.param(
-            ["strategy.sync_batchnorm=true"],
-            gpus(8, 80),
-            "default",
-            "after",
-            False,
+            ["strategy.sync_batchnorm=true", "strategy.reduce=after"],
+            *(gpus(8, 80), "default", "after", False),
             id="statistics",
         ),
         pytest.param(["strategy=fsdp"], gpus(8, 80), "default", "backward", False, id="fsdp"),

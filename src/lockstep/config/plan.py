@@ -150,7 +150,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     layout, why = _layout(config, machine, model, device, processes, problems)
     strategy = layout.strategy
     _check_strategy(config, device, strategy, world, model, problems, notes)
-    after = _reduces_after(config, device, strategy, machine)
+    after = _reduces_after(config, device, strategy)
     whole_pass = strategy == "single" or (after and not config.strategy.sync_batchnorm)
     _check_speed(config, device, strategy, problems, whole_pass=whole_pass)
     _check_data(config, data, device, problems)
@@ -236,9 +236,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         lr_rule=rule,
         image_size=config.model.image_size or config.data.image_size,
         compile=mode,
-        reduce="after"
-        if after and (mode != "off" or config.strategy.reduce == "after")
-        else "backward",
+        reduce="after" if after else "backward",
         records=mode in ("graphs", "max") and recordable,
         threads=threads,
         data=data,
@@ -314,13 +312,12 @@ def resolve_compile(
     return "graphs" if records else "default"
 
 
-def _reduces_after(config: Config, device: str, strategy: str, machine: Machine) -> bool:
-    """Whether DDP sends gradients after the backward pass, if the model is compiled."""
+def _reduces_after(config: Config, device: str, strategy: str) -> bool:
+    """Whether DDP sends gradients after the backward pass."""
     asked = config.strategy.reduce
     if strategy != "ddp" or asked == "backward":
         return False
-    quick = bool(machine.nvlink) and config.launch.max_nodes == 1 and config.compile != "off"
-    return asked == "after" or (device == "cuda" and (quick or config.compile == "graphs"))
+    return asked == "after" or (device == "cuda" and config.compile == "graphs")
 
 
 def _recordable(config: Config, device: str, *, whole_pass: bool) -> bool:

@@ -104,7 +104,7 @@ class Strategy(Section):
     reduce: Literal["auto", "backward", "after"] = Field(
         description="ddp: when gradients are averaged. backward: while the backward pass runs, "
         "bucket by bucket; after: all at its end, which leaves the pass whole for the compiler and "
-        "can be recorded; auto: after, where the model is compiled and NVLink joins the GPUs of one node"
+        "can be recorded; auto: after with compile=graphs"
     )
     static_graph: bool = Field(description="ddp: the graph is the same in every step")
     bucket_mb: PositiveFloat = Field(description="ddp: gradient bucket size in MiB")
