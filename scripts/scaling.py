@@ -1,6 +1,7 @@
-"""Measure how training speeds up from one GPU to several, on synthetic images.
+"""Measure how training speeds up from one GPU to several, on synthetic images and on files.
 
 python scripts/scaling.py --json scaling.json --png scaling.png
+python scripts/scaling.py --models resnet50 --strategies ddp --precisions bf16 --images /path/to/imagenet
 python scripts/scaling.py --models vit --strategies ddp,fsdp-grad_op --precisions bf16,tf32 --counts 2,4,8
 python scripts/scaling.py --models test_vit --device cpu --counts 2 --image-size 32 --batch 4 --steps 3
 
@@ -34,7 +35,7 @@ from lockstep.doctor.scaling import (
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
 from lockstep.launch.prepare import machine
 
-USUAL = ("dp", "ddp", "fsdp-full", "fsdp-grad_op")
+USUAL = ("dp", "ddp", "ddp-after", "fsdp-full", "fsdp-grad_op")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             words=words,
             overrides=args.overrides,
             batch=args.batch,
+            images=args.images,
         )
     )
     effort = Effort(args.steps, args.repeat, args.warmup, profile=True)
@@ -98,6 +100,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--precisions", type=names, default=["fp32", "tf32", "bf16"])
     add("--compile", default="auto", help="value of the key compile")
     add("--counts", type=counts, help="numbers of GPUs beside one; default: 2, 4, ... and all")
+    add("--images", type=Path, metavar="ROOT",
+        help="folder with train/ and val/: measure every row with its images, too, read and decoded")  # fmt: skip
     add("--cold", action="store_true", help="let each row compile anew, as in bench.py")
     add_effort(parser)
     return parser.parse_intermixed_args(argv)

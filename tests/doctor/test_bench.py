@@ -65,6 +65,22 @@ def test_processes_measure(
     assert ("communication" in found["profile"]["kinds"]) == (processes > 1)
 
 
+def test_images_of_a_folder_are_measured(pool: Any, tmp_path: Path, few_digits: Path) -> None:
+    """More steps than an epoch has; without its own words, what the folder holds."""
+    words = [*SMALL[::2], "strategy=ddp", "batch.micro=2"]
+    asked = make_case(CONF, "lockstep", words, VIT, processes=2, batch=6, images=few_digits)
+    assert (asked.plan.data.num_train, asked.plan.data.num_classes) == (47, 4)
+    assert asked.plan.steps_per_epoch < EFFORT.total_steps
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    job = bench._job(asked, EFFORT, run_dir)
+    case.order(run_dir, "lockstep", EFFORT, real=True)
+    found = pool(2, figures_of_a_rank, job.config, job.plan, run_dir)[0]
+    assert len(found["repeat_seconds"]) == 2
+    assert bench.way_of(asked.label).endswith("compile=off files")
+    assert asked.label != make_case(CONF, "lockstep", words, VIT, processes=2, batch=6).label
+
+
 def test_all_peers_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights after two steps as a loop by hand."""
     words = ["strategy=single", "optimizer=sgd", "optimizer.lr=0.1", "optimizer.weight_decay=0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,17 @@ def test_one_alone_then_each_way_of_sharing() -> None:
     ]
 
 
+def test_every_case_with_files_once_more(few_digits: Path) -> None:
+    words = ("device=cpu", "data.image_size=16")
+    found = asked(strategies=["ddp-after"], images=few_digits, words=words, overrides=VIT[:1])
+    assert [(case.label["reduce"], case.real) for case in found] == [
+        (None, False),
+        (None, True),
+        ("after", False),
+        ("after", True),
+    ]
+
+
 def test_what_the_plan_refuses_is_a_row() -> None:
     alone, refused = asked(strategies=["hsdp"], overrides=(*VIT, "strategy.shard_processes=3"),
                            counts=[2])  # fmt: skip
@@ -78,10 +90,12 @@ def test_speed_up_is_over_one_of_the_same_precision() -> None:
             row(150, strategy="ddp", processes=4, precision="fp32", **rest, **talk),
             row(7, strategy="ddp", precision="tf32", **rest, **talk),
             row(strategy="fsdp", error="out of memory"),
+            row(80, images="/imagenet", **rest, profile=None),
+            row(120, strategy="ddp", processes=2, images="/imagenet", **rest, **talk),
         ]
     )
-    assert [r["speed_up"] for r in rows] == [1, 1, 1.9, 3, None, None]
-    assert [r["efficiency"] for r in rows] == [1, 1, 0.95, 0.75, None, None]
+    assert [r["speed_up"] for r in rows] == [1, 1, 1.9, 3, None, None, 1, 1.5]
+    assert [r["efficiency"] for r in rows] == [1, 1, 0.95, 0.75, None, None, 1, 0.75]
     words = scaling.line(rows[2]).split()
     assert words[-8:] == ["190", "1.90x", "95.0%", "1.00", "GiB", "1.00", "ms,", "5.0%"]
     assert scaling.for_chart(rows[2])["note"] == "  1.90x, 95%"

@@ -33,7 +33,7 @@ from lockstep.doctor import case
 from lockstep.doctor.clock import Effort
 from lockstep.doctor.hardware import peak_flops
 from lockstep.errors import EXIT_OK, UserError
-from lockstep.launch.prepare import machine
+from lockstep.launch.prepare import data_facts, machine
 from lockstep.launch.process import Job
 from lockstep.machine import nvidia_smi
 from lockstep.models.build import count
@@ -47,8 +47,10 @@ ALWAYS = (
 )  # fmt: skip
 """Of every case, unless the user says otherwise. The rate is too small for anything to diverge; to
 ``compile=auto``, it is a part of a long run."""
+REAL = ("data=folder", "augment=standard")
+"""And of a case with images of the user's."""
 SAME = (
-    "model", "way", "strategy", "shard", "precision", "compile", "processes", "global_batch", "micro_batch",
+    "model", "way", "strategy", "shard", "reduce", "images", "precision", "compile", "processes", "global_batch", "micro_batch",
     "image_size", "optimizer", "overrides",
 )  # fmt: skip
 """What makes rows of two files the same case."""
@@ -68,6 +70,8 @@ class Case:
     plan: Plan
     overrides: tuple[str, ...] = ()
     """The user's own."""
+    real: bool = False
+    """Whether the images of ``data.root`` are read and decoded."""
 
     @property
     def label(self) -> Record:
@@ -78,6 +82,7 @@ class Case:
             "way": self.way,
             "strategy": plan.strategy,
             "shard": plan.shard if plan.strategy in ("fsdp", "hsdp") else None,
+            "reduce": plan.reduce if plan.strategy == "ddp" else None,
             "precision": config.precision.name,
             "compile": plan.compile,
             "processes": plan.world_size * plan.devices_per_process,
@@ -85,6 +90,7 @@ class Case:
             "micro_batch": plan.micro_batch,
             "image_size": plan.image_size,
             "optimizer": config.optimizer.name,
+            "images": config.data.root if self.real else None,
             "overrides": list(self.overrides),
         }
 
@@ -158,6 +164,7 @@ def make_case(
     *,
     processes: int,
     batch: int,
+    images: Path | None = None,
 ) -> Case:
     """A case from Hydra's words.
 
@@ -166,13 +173,15 @@ def make_case(
         overrides: the user's own words; they come last, and are told in the record.
         processes: or GPUs, which strategy=dp drives from one process.
         batch: images of one of them in a step.
+        images: folder of images to be read and decoded; None: random ones that cost nothing.
 
     Raises:
         UserError: a word is wrong. Refused: the plan cannot run them.
     """
     overrides = tuple(read_command(list(overrides)).overrides)
     size = f"batch.global={batch * processes}"
-    told = {_key(word): word for word in (*ALWAYS, size, *words, *overrides)}
+    real = () if images is None else (*REAL, f"data.root={_quoted(images)}")
+    told = {_key(word): word for word in (*ALWAYS, *real, size, *words, *overrides)}
     config = _composed(conf, told)
     facts = _facts(config)
     if not told.keys() & {"optimizer", "optimizer.name"}:
@@ -184,13 +193,15 @@ def make_case(
     each = {"processes": 1 if config.strategy.name == "dp" else processes}
     config = config.model_copy(update={"launch": config.launch.model_copy(update=each)})
     data = DataFacts(config.batch.global_batch, 1, _classes(config))
+    if images is not None:
+        data = data_facts(config.data, may_be_absent=False)
     try:
         plan = make_plan(config, here, data, facts)
     except UserError as exc:
         raise Refused(str(exc)) from exc
     if plan.tries_micro:
         raise UserError("batch.micro = auto: its trials are no part of a step; give a number")
-    return Case(way, config, plan, overrides)
+    return Case(way, config, plan, overrides, real=images is not None)
 
 
 def model_words(conf: Path, name: str) -> list[str]:
@@ -216,7 +227,7 @@ def measure(case_: Case, effort: Effort, *, timeout_seconds: float, reuse: bool 
         if not reuse:
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder) / "compiled")
         job = _job(case_, effort, run_dir)
-        case.order(run_dir, case_.way, effort)
+        case.order(run_dir, case_.way, effort, real=case_.real)
         job.save(run_dir.parent / "job.json")
         code, log = _run(run_dir.parent, environment, timeout_seconds)
         found = case.result(run_dir)
@@ -275,7 +286,10 @@ def way_of(row: Mapping[str, Any]) -> str:
     if row["way"] != case.LOCKSTEP:
         return f"{row['way']} {row['precision']}" + (" ddp" if row["strategy"] == "ddp" else "")
     shard = f" {row['shard']}" if row.get("shard") else ""
-    return f"lockstep {row['strategy']}{shard} {row['precision']} compile={row['compile']}"
+    if row.get("reduce") == "after":
+        shard = " after"
+    images = " files" if row.get("images") else ""
+    return f"lockstep {row['strategy']}{shard} {row['precision']} compile={row['compile']}{images}"
 
 
 def header() -> str:
@@ -356,6 +370,11 @@ def compare(old: Record, new: Record, tolerance: float) -> tuple[list[str], bool
     return lines, slower
 
 
+def _quoted(path: Path) -> str:
+    """As a value in Hydra's grammar."""
+    return "'" + str(path.resolve()).replace("'", "\\'") + "'"
+
+
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
@@ -389,14 +408,15 @@ def _counted(model: str, image_size: int, num_classes: int) -> ModelFacts:
 def _job(case_: Case, effort: Effort, run_dir: Path) -> Job:
     """A run that is one step longer than what is measured: nothing happens at its end."""
     steps, batch = effort.total_steps + 1, case_.plan.global_batch
+    plan = replace(case_.plan, total_steps=steps)
     run = case_.config.run.model_copy(update={"root": str(run_dir.parent), "name": run_dir.name})
-    plan = replace(
-        case_.plan,
-        total_steps=steps,
-        steps_per_epoch=steps,
-        last_window=batch,
-        data=replace(case_.plan.data, num_train=steps * batch),
-    )
+    if not case_.real:
+        plan = replace(
+            plan,
+            steps_per_epoch=steps,
+            last_window=batch,
+            data=replace(plan.data, num_train=steps * batch),
+        )
     config = case_.config.model_copy(update={"run": run})
     return Job(config, plan, run_dir, case.MODULE, rank_zero_claims=False)
 

@@ -18,9 +18,10 @@ import torch
 from lockstep import dist, worker
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config
+from lockstep.data.loader import Loader
 from lockstep.doctor.clock import Clock, Effort
 from lockstep.doctor.peers import PEERS
-from lockstep.doctor.synthetic import Measured, SyntheticLoader
+from lockstep.doctor.synthetic import Measured, SyntheticLoader, ask_between_steps
 from lockstep.durable import atomic_write
 from lockstep.engine.loop import StopRequest
 from lockstep.launch import launch
@@ -35,9 +36,14 @@ _ORDER = "order.json"
 """Beside the run's folder."""
 
 
-def order(run_dir: Path, way: str, effort: Effort) -> None:
-    """Leave word for the processes of a run of what they are to measure."""
-    (run_dir.parent / _ORDER).write_text(json.dumps({"way": way} | asdict(effort)))
+def order(run_dir: Path, way: str, effort: Effort, *, real: bool = False) -> None:
+    """Leave word for the processes of a run of what they are to measure.
+
+    Args:
+        real: read and decode the images of ``data.root``.
+    """
+    told = {"way": way, "real": real} | asdict(effort)
+    (run_dir.parent / _ORDER).write_text(json.dumps(told))
 
 
 def result(run_dir: Path) -> dict[str, Any] | None:
@@ -50,21 +56,25 @@ def result(run_dir: Path) -> dict[str, Any] | None:
 def run(config: Config, plan: Plan, run_dir: Path, stop: StopRequest) -> dict[str, Any]:
     """Measure as one process of the run, and write the result as rank 0: it is what this run was for. All ranks enter here."""
     wanted = json.loads((run_dir.parent / _ORDER).read_text())
-    way = wanted.pop("way")
-    measure = _measure_lockstep if way == LOCKSTEP else _measure_peer
-    figures = measure(config, plan, run_dir, stop, way=way, effort=Effort(**wanted))
+    way, real = wanted.pop("way"), wanted.pop("real")
+    effort = Effort(**wanted)
+    if way == LOCKSTEP:
+        figures = _measure_lockstep(config, plan, run_dir, stop, effort, real=real)
+    else:
+        figures = _measure_peer(config, plan, way, effort)
     if figures is not None:
         atomic_write(run_dir / DONE, json.dumps(figures).encode())
     return {}
 
 
 def _measure_lockstep(
-    config: Config, plan: Plan, run_dir: Path, stop: StopRequest, *, way: str, effort: Effort
+    config: Config, plan: Plan, run_dir: Path, stop: StopRequest, effort: Effort, *, real: bool
 ) -> dict[str, Any] | None:
-    """The whole worker, on images that cost nothing: all else is what a run does."""
+    """The whole worker, on images that cost nothing unless ``real``: all else is what a run does."""
     figures: list[dict[str, Any] | None] = []
+    build_loaders = worker.build_loaders
 
-    def loaders(_: Config, __: Plan, device: torch.device) -> tuple[SyntheticLoader, ...]:
+    def loaders(_: Config, __: Plan, device: torch.device) -> tuple[Loader, Loader]:
         clock = Clock(effort, device)
 
         def enough() -> bool:
@@ -73,6 +83,10 @@ def _measure_lockstep(
             figures.append(_figures(clock))  # now: the worker will have left the process group
             return True
 
+        if real:
+            train, val = build_loaders(config, plan, device)
+            ask_between_steps(train, plan.accumulation, enough)
+            return train, val
         loader = SyntheticLoader(config, plan, device, enough)
         return loader, loader
 
@@ -81,9 +95,7 @@ def _measure_lockstep(
     return figures[0]
 
 
-def _measure_peer(
-    config: Config, plan: Plan, run_dir: Path, stop: StopRequest, *, way: str, effort: Effort
-) -> dict[str, Any] | None:
+def _measure_peer(config: Config, plan: Plan, way: str, effort: Effort) -> dict[str, Any] | None:
     device = dist.init(plan.device, 2 * config.launch.timeout_seconds, group_of_one=False)
     step = PEERS[way](config, plan, device)
     clock = Clock(effort, device)

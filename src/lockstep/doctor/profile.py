@@ -20,11 +20,11 @@ KINDS: dict[str, str] = {
     r"::(add|b|badd)?mm\b|scaled_mm|mkl_linear)",
     "copy": r"^(?!triton).*(memcpy|memset|copy|fill|zero_|catarray|::cat\b|chunk_cat|clone)",
     "normalisation + pointwise": r"triton|elementwise|norm|bn_|reduce|softmax|pool|loss|gelu|relu|"
-    r"silu|::(add|sub|mul|div|sum|mean|neg|exp|sqrt|where|clamp|dropout)",
+    r"silu|moments|gradient_sums|::(add|sub|mul|div|sum|mean|neg|exp|sqrt|where|clamp|dropout)",
 }
 """Patterns of kernel names (of operators on the CPU), the first that fits; others are "other"."""
 OTHER = "other"
-_TOP = 12
+_TOP = 30
 
 Interval = tuple[int, int]
 """Nanoseconds [start, stop)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ ALONE = "single"
 SHARING = {
     "dp": ["strategy=dp"],
     "ddp": ["strategy=ddp"],
+    "ddp-after": ["strategy=ddp", "strategy.reduce=after"],
     "fsdp-full": ["strategy=fsdp", "strategy.shard=full"],
     "fsdp-grad_op": ["strategy=fsdp", "strategy.shard=grad_op"],
     "hsdp": ["strategy=hsdp"],
@@ -38,6 +40,7 @@ def cases_of(
     words: Sequence[str],
     overrides: Sequence[str],
     batch: int,
+    images: Path | None = None,
 ) -> Iterator[Case | tuple[Record, str]]:
     """One GPU alone, then each way of sharing with each number of GPUs; refusals as in a benchmark.
 
@@ -45,6 +48,7 @@ def cases_of(
         strategies: of :data:`SHARING`.
         words: of every case: device, compile, image size.
         batch: images of one GPU in a step.
+        images: folder of images with which every case is measured once more.
 
     Raises:
         UserError: a word that no case could be made of.
@@ -59,10 +63,17 @@ def cases_of(
             base = [*model_words(conf, model), f"precision={precision}", *words]
             asked = [(1, ALONE, ["strategy=single"])]
             asked += [(n, name, SHARING[name]) for name in strategies for n in counts if n > 1]
-            for number, name, how in asked:
+            sources = [None] if images is None else [None, images]
+            for (number, name, how), source in product(asked, sources):
                 try:
                     yield make_case(
-                        conf, case.LOCKSTEP, [*base, *how], overrides, processes=number, batch=batch
+                        conf,
+                        case.LOCKSTEP,
+                        [*base, *how],
+                        overrides,
+                        processes=number,
+                        batch=batch,
+                        images=source,
                     )
                 except Refused as exc:
                     told = {"model": model, "way": case.LOCKSTEP, "strategy": name}
@@ -73,13 +84,13 @@ def cases_of(
 def with_speed_up(rows: Sequence[Record]) -> list[Record]:
     """The rows with ``speed_up`` over one GPU alone and ``efficiency``; None without its row."""
     alone = {
-        (row["model"], row["precision"]): row["images_per_second"]["median"]
+        _without_sharing(row): row["images_per_second"]["median"]
         for row in rows
         if row["strategy"] == ALONE and "error" not in row
     }
     out = []
     for row in rows:
-        base = alone.get((row["model"], row["precision"]))
+        base = alone.get(_without_sharing(row))
         if base is None or "error" in row:
             out.append(row | {"speed_up": None, "efficiency": None})
             continue
@@ -87,6 +98,10 @@ def with_speed_up(rows: Sequence[Record]) -> list[Record]:
         efficiency = speed_up / row["processes"]
         out.append(row | {"speed_up": round(speed_up, 3), "efficiency": round(efficiency, 4)})
     return out
+
+
+def _without_sharing(row: Record) -> tuple[Any, ...]:
+    return row["model"], row["precision"], row.get("images")
 
 
 def header() -> str:

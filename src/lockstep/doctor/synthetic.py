@@ -1,4 +1,4 @@
-"""The same random images again and again, as a loader gives them."""
+"""The same random images again and again, as a loader gives them; loaders that know when it is enough."""
 
 from __future__ import annotations
 
@@ -37,6 +37,23 @@ def images_and_targets(
     if is_mixed(config.augment):
         return images, torch.nn.functional.one_hot(targets, plan.data.num_classes).float()
     return images, targets
+
+
+def ask_between_steps(loader: Loader, accumulation: int, enough: Callable[[], bool]) -> None:
+    """Have ``loader.batches`` raise Measured instead of the step that is one too many."""
+    batches = loader.batches
+
+    def asking(epoch: int, slices: Iterable[MicroSlice]) -> Generator[Batch, None, None]:
+        stream = batches(epoch, slices)
+        try:
+            for number, batch in enumerate(stream):
+                if number % accumulation == 0 and enough():
+                    raise Measured
+                yield batch
+        finally:
+            stream.close()
+
+    vars(loader)["batches"] = asking
 
 
 @dataclass(frozen=True)
