@@ -44,8 +44,7 @@ from lockstep.engine.state import Progress, TrainState
 from lockstep.errors import Stopped, UserError
 from lockstep.models.batchnorm import RunningStatistics
 from lockstep.models.build import build, no_decay_names
-from lockstep.models.fast import compile_in_place
-from lockstep.models.norms import IN_USE
+from lockstep.models.fast import IN_USE, compile_in_place
 from lockstep.optim.build import build_optimizer
 from lockstep.optim.ema import WeightAverage
 from lockstep.strategy import Strategy, build_strategy
@@ -262,7 +261,7 @@ def build_state(
             model,
             plan.compile,
             by_block=strategy.materialises_meta,
-            norms=IN_USE
+            ours=IN_USE
             and device.type == "cuda"
             and not splits
             and not config.strategy.sync_batchnorm,

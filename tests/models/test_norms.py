@@ -104,7 +104,7 @@ def test_kernels_are_what_they_stand_for(shape: tuple[int, int], relu: bool) -> 
     random = torch.Generator().manual_seed(0)
     rows, flow = (torch.randn(shape, generator=random) + 2 for _ in range(2))
     mean, scale, bias = torch.randn(3, shape[1], generator=random)
-    chunk = -(-len(rows) // norms._PARTS)
+    chunk = norms.chunk_of(rows)
     for operator, inputs in (
         (norms.batch_moments, (rows, chunk)),
         (norms.gradient_sums, (flow, rows, mean, scale, bias, chunk, relu)),

@@ -17,20 +17,24 @@ from torch import nn
 
 from lockstep.machine import cache_folder
 from lockstep.models.build import blocks
+from lockstep.models.mlp import speed_up_mlps
 from lockstep.models.norms import speed_up_norms
+
+IN_USE = False
+"""Whether runs use kernels of our own. They have been compared with torch's on the CPU alone yet."""
 
 _FEW_CHANNELS = 4
 _ALIGNED_CHANNELS = 8
 """Tensor cores take so many channels of two bytes at once."""
 
 
-def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, norms: bool) -> None:
+def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool) -> None:
     """Compile without changing names; blocks alone under FSDP, whose hooks lie between them.
 
     Args:
         mode: of the key ``compile``, not ``off``.
-        norms: with our own BatchNorm and max-pooling. Not where DistributedDataParallel splits the
-            graph, which it cannot within their functions, nor where statistics are synchronised.
+        ours: with our own kernels. Not where DistributedDataParallel splits the graph, which it
+            cannot within their functions, nor where BatchNorm's statistics are synchronised.
     """
     # What was compiled is kept, and not in /tmp, which the next start of the machine empties.
     with suppress(RuntimeError):  # no home
@@ -40,8 +44,9 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, norms: bool
     options: dict[str, Any] = {"options": {"max_autotune": True}} if mode == "max" else {}
     for part in blocks(model) if by_block else [model]:
         speed_up(part)
-        if norms:
+        if ours:
             speed_up_norms(part)
+            speed_up_mlps(part)
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
         # slower, and inductor fails on BatchNorm's.
         part.compile(dynamic=False if by_block else None, **options)

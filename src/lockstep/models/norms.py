@@ -18,11 +18,9 @@ from timm.layers import BatchNormAct2d
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-IN_USE = False
-"""Whether runs use them. They have been compared with torch's own on the CPU alone yet."""
-_PARTS = 1056
-"""Programs of a kernel over a batch: eight for each processor of an H100 or H200."""
-_ROWS, _CHANNELS, _TIMES = 16, 64, 4
+_PROGRAMS = 1056
+"""Of a kernel over a batch: eight for each processor of an H100 or H200."""
+ROWS, CHANNELS, TIMES = 16, 64, 4
 """Of a program: values that are read at once, and how often before they are added."""
 _POOL_BLOCK = 1024
 
@@ -131,9 +129,10 @@ def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [c] float32 each.
     """
     rows = _rows(x)
-    chunk = -(-len(rows) // _PARTS)
+    chunk = chunk_of(rows)
     parts = batch_moments(rows, chunk)
-    counts = (len(rows) - chunk * torch.arange(_PARTS, device=x.device)).clamp(0, chunk)[:, None]
+    begins = chunk * torch.arange(len(parts), device=x.device)
+    counts = (len(rows) - begins).clamp(0, chunk)[:, None]
     mean = (parts[:, 0] * counts).sum(0) / len(rows)
     # Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     apart = (parts[:, 0] - mean).square() * counts
@@ -179,8 +178,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, mean, deviation = ctx.saved_tensors
         rows, scale = _rows(x), weight * deviation
-        chunk = -(-len(rows) // _PARTS)
-        parts = gradient_sums(_rows(gradient), rows, mean, scale, bias, chunk, ctx.relu)
+        parts = gradient_sums(_rows(gradient), rows, mean, scale, bias, chunk_of(rows), ctx.relu)
         total, product = parts.sum(0)
         flow, centred = gradient.float(), x.float() - _wide(mean)
         if ctx.relu:
@@ -215,8 +213,18 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
+def num_parts(channels: int) -> int:
+    """Into which a batch is divided; not by its size, which may be a symbol to the compiler."""
+    return max(1, _PROGRAMS // -(-channels // CHANNELS))
+
+
+def chunk_of(rows: torch.Tensor) -> int:
+    """Rows of a part."""
+    return -(-len(rows) // num_parts(rows.shape[1]))
+
+
 def _parts_of(rows: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((_PARTS, 2, rows.shape[1]), dtype=torch.float32)
+    return rows.new_empty((num_parts(rows.shape[1]), 2, rows.shape[1]), dtype=torch.float32)
 
 
 def _wide(of_channels: torch.Tensor) -> torch.Tensor:
@@ -237,8 +245,8 @@ def batch_moments(rows: torch.Tensor, chunk: int) -> torch.Tensor:
 
     m, c = rows.shape
     out = _parts_of(rows)
-    moments_kernel[_PARTS, -(-c // _CHANNELS)](
-        rows, out, m, c, chunk, ROWS=_ROWS, CHANNELS=_CHANNELS, TIMES=_TIMES
+    moments_kernel[len(out), -(-c // CHANNELS)](
+        rows, out, m, c, chunk, ROWS=ROWS, CHANNELS=CHANNELS, TIMES=TIMES
     )
     return out
 
@@ -277,7 +285,7 @@ def gradient_sums(
 
     m, c = rows.shape
     out = _parts_of(rows)
-    gradient_sums_kernel[_PARTS, -(-c // _CHANNELS)](
+    gradient_sums_kernel[len(out), -(-c // CHANNELS)](
         gradient,
         rows,
         mean,
@@ -288,9 +296,9 @@ def gradient_sums(
         c,
         chunk,
         RELU=relu,
-        ROWS=_ROWS,
-        CHANNELS=_CHANNELS,
-        TIMES=_TIMES,
+        ROWS=ROWS,
+        CHANNELS=CHANNELS,
+        TIMES=TIMES,
     )
     return out
 
