@@ -204,6 +204,40 @@ def test_compiled(trained: Trainer, strategy: str, mode: str, model: str) -> Non
     check_same_run(trained(*options), exact, tolerance=1e-2)
 
 
+WIDE = ["model=vit_tiny", "optimizer.lr=1e-4",
+        "+model.kwargs.embed_dim=1024", "+model.kwargs.depth=2", "+model.kwargs.num_heads=16"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(["precision=fp8", "compile=default"], id="8 bits"),
+        pytest.param(["precision=fp8", "compile=graphs"], id="8 bits, recorded"),
+        pytest.param(["precision=fp8", "compile=default", "strategy=fsdp"], id="8 bits, sharded"),
+        pytest.param(["precision=bf16", "compile=max"], id="compile=max"),
+        pytest.param(
+            ["precision=bf16", "compile=default", "precision.residual=low"], id="residual"
+        ),
+        pytest.param(["precision=fp32", "optimizer.name=adamw8bit"], id="moments of 8 bits"),
+    ],
+)
+def test_the_curve_stays(trained: Trainer, change: list[str]) -> None:
+    if "precision=fp8" in change or "optimizer.name=adamw8bit" in change:
+        pytest.importorskip("torchao", reason="pip install torchao")
+    exact = trained(*WIDE, "strategy=single", "precision=fp32")
+    strategy = [] if "strategy=fsdp" in change else ["strategy=single"]
+    check_same_run(trained(*WIDE, *strategy, *change), exact, tolerance=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_largest_micro_batch(trained: Trainer, strategy: str) -> None:
+    """All 32 images fit: the same run as with none given."""
+    options = [*SMALL["vit"], "precision=fp32"]
+    exact = trained(*options, "strategy=single")
+    found = trained(*options, f"strategy={strategy}", "batch.micro=auto")
+    check_same_run(found, exact, tolerance=1e-3)
+
+
 class WatchSteps(NeverStop):
     """Asked once in each step; has torch tell of every wait for the GPU in some of them."""
 
