@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import nn
 
-from lockstep.models.fast import PatchConv, StemConv, speed_up
+from lockstep.models.fast import PatchConv, StemConv, compile_in_place, speed_up
 
 
 @pytest.mark.parametrize("size", [(16, 24), (17, 27), (31, 16)], ids=str)
@@ -52,3 +52,35 @@ def test_networks() -> None:
     assert isinstance(vit.patch_embed.proj, PatchConv) and isinstance(resnet.conv1, StemConv)
     assert (list(vit.state_dict()), list(resnet.state_dict())) == names
     torch.testing.assert_close((vit(images), resnet(images)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "by_block", "parts"),
+    [
+        pytest.param("vit_tiny_patch16_224", {"depth": 3}, False, [""], id="as a whole"),
+        pytest.param(
+            *("vit_tiny_patch16_224", {"depth": 2}, True),
+            ["blocks.0", "blocks.1", "patch_embed"],
+            id="as told",
+        ),
+        pytest.param(
+            *("vit_tiny_patch16_224", {"depth": 17}, False),
+            [*(f"blocks.{i}" for i in range(17)), "patch_embed"],
+            id="deep",
+        ),
+        pytest.param("resnet152", {}, False, [""], id="deep, of many shapes"),
+        pytest.param(
+            *("resnet18", {}, True),
+            [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)],
+            id="a stem of single layers",
+        ),
+    ],
+)
+def test_what_is_compiled(
+    name: str, kwargs: dict[str, int], by_block: bool, parts: list[str]
+) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name, **kwargs)
+    compile_in_place(model, "default", by_block=by_block, ours=False)
+    compiled = [n for n, m in model.named_modules() if m._compiled_call_impl is not None]
+    assert sorted(compiled) == sorted(parts)

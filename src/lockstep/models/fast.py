@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.machine import cache_folder
 from lockstep.models.build import blocks
@@ -23,16 +24,21 @@ from lockstep.models.norms import speed_up_norms
 IN_USE = False
 """Whether runs use kernels of our own. They have been compared with torch's on the CPU alone yet."""
 
+_WHOLE_UP_TO = 16
+"""Blocks of a network that is compiled in one piece."""
 _FEW_CHANNELS = 4
 _ALIGNED_CHANNELS = 8
 """Tensor cores take so many channels of two bytes at once."""
 
 
 def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool) -> None:
-    """Compile without changing names; blocks alone under FSDP, whose hooks lie between them.
+    """Compile without changing names: as a whole, or deep networks block by block.
+
+    Blocks of one shape are compiled once then; only what lies between them is lost to the compiler.
 
     Args:
         mode: of the key ``compile``, not ``off``.
+        by_block: in any case (FSDP's hooks lie between blocks).
         ours: with our own kernels. Not where DistributedDataParallel splits the graph, which it
             cannot within their functions, nor where BatchNorm's statistics are synchronised.
     """
@@ -42,7 +48,8 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool)
     # Blocks of one class share a cache, in which each shape and mode takes a place.
     torch._dynamo.config.recompile_limit = 64
     options: dict[str, Any] = {"options": {"max_autotune": True}} if mode == "max" else {}
-    for part in blocks(model) if by_block else [model]:
+    by_block = by_block or _is_deep(model)
+    for part in _parts(model) if by_block else [model]:
         speed_up(part)
         if ours:
             speed_up_norms(part)
@@ -50,6 +57,24 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool)
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
         # slower, and inductor fails on BatchNorm's.
         part.compile(dynamic=False if by_block else None, **options)
+
+
+def _is_deep(model: nn.Module) -> bool:
+    """Whether compiling it as a whole takes minutes. Not with BatchNorm: blocks differ in shape."""
+    several = len(blocks(model)) > _WHOLE_UP_TO
+    return several and not any(isinstance(m, _BatchNorm) for m in model.modules())
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """Blocks, and the stem where it is a module of several layers (ViT's patch embedding)."""
+    found = blocks(model)
+    inside = {id(m) for block in found for m in block.modules()}
+    stems = [
+        child
+        for child in model.children()
+        if sum(1 for _ in child.modules()) > 1 and not any(id(m) in inside for m in child.modules())
+    ]
+    return [*(stem for stem in stems if any(True for _ in stem.parameters())), *found]
 
 
 def speed_up(part: nn.Module) -> None:
