@@ -6,13 +6,11 @@ Level 6. One process of a run; the launcher has described its place in the envir
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import platform
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,11 @@ import timm
 import torch
 import torchvision
 from pydantic import BaseModel, ValidationError
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lockstep import __version__, dist
-from lockstep.checkpoint.export import export_weights, git_revision
+from lockstep.checkpoint.export import git_revision
 from lockstep.checkpoint.manifest import check_law
-from lockstep.checkpoint.shards import local
-from lockstep.checkpoint.store import Found, Store, refused
+from lockstep.checkpoint.store import Found, Store
 from lockstep.config.bind import fingerprint, law
 from lockstep.config.plan import Plan, even_micro
 from lockstep.config.schema import Config, Fraction, PositiveInt
@@ -35,10 +31,10 @@ from lockstep.data import open_split
 from lockstep.data.loader import Loader
 from lockstep.data.nvjpeg import share_for_gpu
 from lockstep.data.source import Source
-from lockstep.durable import atomic_write
+from lockstep.engine.finish import finish
 from lockstep.engine.graphs import PassGraphs
 from lockstep.engine.guard import RollBack
-from lockstep.engine.loop import StopRequest, Training, fit, main_result
+from lockstep.engine.loop import StopRequest, Training, fit
 from lockstep.engine.micro import fewest_rounds, holds
 from lockstep.engine.state import Progress, TrainState
 from lockstep.errors import Stopped, UserError
@@ -99,7 +95,11 @@ def _train(
         training = compose(config, plan, run_dir, device, stop, skipped=skipped, notes=reasons[-1:])
         try:
             fit(training)
-            return finish(config, training, run_dir)
+            card = {
+                "fingerprint": fingerprint(config),
+                "recipe": config.model_dump(by_alias=True, mode="json"),
+            }
+            return finish(training, run_dir, card)
         except RollBack as exc:
             training.store.wait()
             training.store.forget(min(exc.steps))
@@ -501,90 +501,6 @@ def restore(state: TrainState, store: Store, found: Found, manifest: dict[str, A
             f"change; batch.micro={before[1]} keeps it"
         )
     return notes
-
-
-def finish(config: Config, t: Training, run_dir: Path) -> dict[str, Any]:
-    """Export the weights, write ``DONE`` and close telemetry. All ranks enter here."""
-    result, progress = main_result(t.results), t.state.progress
-    t.phases.enter("finish", progress.step)
-    summary: dict[str, Any] = {
-        "run": str(run_dir),
-        "step": progress.step,
-        "weights": "ema" if t.state.ema is not None else "raw",
-        "top1": result.top1,
-        "top5": result.top5,
-        "loss": result.loss,
-        "count": result.count,
-        "best_top1": progress.best_top1,
-        "best_step": progress.best_step,
-        "left_out": left_out(t),
-        "skipped_steps": progress.skipped_steps,
-    }
-    weights = whole_weights(t.state)
-
-    def write() -> None:
-        card = {
-            "fingerprint": fingerprint(config),
-            "recipe": config.model_dump(by_alias=True, mode="json"),
-            "num_classes": t.plan.data.num_classes,
-            "image_size": t.plan.image_size,
-            "classes": t.train_loader.source.classes,
-            "metrics": summary,
-            "data": t.manifest["data"],
-            "gpu_share": t.manifest["gpu_share"],
-            "git": t.manifest["git"],
-            "versions": t.manifest["versions"],
-        }
-        export_weights(weights, run_dir / "model.safetensors", card=card)
-        with refused(run_dir):
-            atomic_write(run_dir / "DONE", json.dumps(summary, indent=2).encode())
-
-    dist.on_main(write)
-    t.telemetry.close(summary)
-    # The summary names files, and names may hold what the terminal cannot show.
-    encoding = sys.stdout.encoding or "utf-8"
-    text = told(summary).encode(encoding, "backslashreplace").decode(encoding)
-    dist.on_main(lambda: print(text, flush=True))
-    return summary
-
-
-def left_out(t: Training) -> dict[str, list[str]]:
-    """Names of the unreadable images of each split, over all ranks. All ranks enter here."""
-    return {
-        split: sorted(
-            {name for names in dist.gather_objects(list(loader.skipped)) for name in names}
-        )
-        for split, loader in (("train", t.train_loader), ("val", t.val_loader))
-    }
-
-
-def told(summary: dict[str, Any]) -> str:
-    """How the run ended and what to type next."""
-    run = summary["run"]
-    best = f" (best {summary['best_top1']:.2f} % at step {summary['best_step']})"
-    missing = "".join(
-        f"\n  left out  {len(names)} of {split}, unreadable: {', '.join(names[:3])}"
-        + (", ... (all of them in DONE)" if len(names) > 3 else "")
-        for split, names in summary["left_out"].items()
-        if names
-    )
-    return f"""
-top-1 {summary["top1"]:.2f} % of {summary["count"]:,} images{best}{missing}
-  run       {run}
-  evaluate  python scripts/evaluate.py {run}
-  weights   {run}/model.safetensors (timm.create_model(..., checkpoint_path=...))"""
-
-
-def whole_weights(state: TrainState) -> dict[str, torch.Tensor]:
-    """Unsharded evaluation weights on rank 0's CPU; elsewhere empty. All ranks enter here."""
-    swapped = state.ema.swapped() if state.ema is not None else nullcontext()
-    with swapped, state.statistics.whole():
-        state.statistics.set_batches_tracked(state.progress.micro_batches)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole: dict[str, Any] = get_model_state_dict(state.model, options=options)
-        # On the CPU these are the live tensors, which change when `whole` ends.
-        live = {local(tensor).data_ptr() for tensor in state.model.state_dict().values()}
-        return {n: t.clone() if t.data_ptr() in live else t for n, t in whole.items()}
 
 
 def versions() -> dict[str, str]:
