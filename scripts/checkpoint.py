@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.checkpoint.manage import Entry, best, prune, step_folder, survey
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,11 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     whole.add_argument("--weights", choices=("auto", "raw", "ema"), default="auto")
     whole.set_defaults(do=consolidate)
     args = parser.parse_args(argv)
-    try:
-        return int(args.do(args))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: int(args.do(args)))
 
 
 def positive(text: str) -> int:

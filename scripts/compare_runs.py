@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 from lockstep.telemetry.compare import compare_runs
 
 
@@ -29,11 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.tolerance >= 0:
         parser.error(f"--tolerance {args.tolerance}: must be 0 or more")
-    try:
-        found = compare_runs(args.a, args.b, tolerance=args.tolerance)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: compare(args.a, args.b, args.tolerance))
+
+
+def compare(a: Path, b: Path, tolerance: float) -> int:
+    """Compare, and print where they part."""
+    found = compare_runs(a, b, tolerance=tolerance)
     print(found.text())
     return EXIT_OK if found.parting is None else EXIT_FAILURE
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from lockstep.durable import atomic_write
-from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_OK, UserError, exit_code
 from lockstep.evaluation import evaluate_weights, read_weights
 
 
@@ -45,14 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.batch is not None and args.batch < 1:
         parser.error(f"--batch {args.batch}: must be 1 or more")
-    try:
-        weights = read_weights(args.where, args.weights)
-        done = evaluate_weights(weights, root=args.data, batch=args.batch, device=args.device)
-        if args.json is not None:
-            write_json(args.json, done.to_json())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: evaluate(args))
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluate, print and write the figures."""
+    weights = read_weights(args.where, args.weights)
+    done = evaluate_weights(weights, root=args.data, batch=args.batch, device=args.device)
+    if args.json is not None:
+        write_json(args.json, done.to_json())
     for note in [*weights.notes, *done.notes]:
         print(note, file=sys.stderr)
     print(done.text())

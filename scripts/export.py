@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_OK, exit_code
 from lockstep.evaluation import export, read_checkpoint
 
 
@@ -35,13 +35,14 @@ def main(argv: list[str] | None = None) -> int:
         help="FILE.safetensors, the card is FILE.json; default: model-step-N-WEIGHTS.safetensors",
     )
     args = parser.parse_args(argv)
-    try:
-        weights = read_checkpoint(args.where, args.weights)
-        to = args.to or Path(f"model-step-{weights.step}-{weights.kind}.safetensors")
-        export(weights, to)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: write(args.where, args.weights, args.to))
+
+
+def write(where: Path, which: str, to: Path | None) -> int:
+    """Export and print where to."""
+    weights = read_checkpoint(where, which)
+    to = to or Path(f"model-step-{weights.step}-{weights.kind}.safetensors")
+    export(weights, to)
     for note in weights.notes:
         print(note, file=sys.stderr)
     print(f"{to}: {weights.kind} weights of step {weights.step:,}; {to.with_suffix('.json')}")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from io import TextIOWrapper
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +31,7 @@ from lockstep.data.check import SplitReport
 from lockstep.data.check import check as read_through
 from lockstep.data.pack import Progress as DataProgress
 from lockstep.data.sheet import contact_sheet
-from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError, exit_code
 
 WIDTH = 100
 """Columns of the table of ``check`` at most."""
@@ -86,11 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--threads", type=positive, metavar="N", help="default: one for each core")
     command.set_defaults(run=lambda args: verify(args.out, args.threads))
     args = parser.parse_args(argv)
-    try:
-        return int(args.run(args))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: int(args.run(args)), "stopped: give the same command again")
 
 
 def make(name: str, root: Path) -> int:
@@ -111,7 +107,7 @@ def check(root: Path, json_to: Path | None, sheet_to: Path | None) -> int:
     """Tell what a data set holds, and write it as JSON and as a contact sheet where wanted.
 
     Returns:
-        2 when an image cannot be read.
+        2 when an image cannot be read, or no run would take the classes.
     """
     for path in filter(None, (json_to, sheet_to)):  # before the reading, which may take an hour
         be_writable(path)
@@ -121,9 +117,11 @@ def check(root: Path, json_to: Path | None, sheet_to: Path | None) -> int:
     if json_to is not None:
         json_to.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n")
     if sheet_to is not None:
-        contact_sheet(root, reports).save(sheet_to, "PNG")
+        contact_sheet(root, reports).save(page := BytesIO(), "PNG")
+        sheet_to.write_bytes(page.getvalue())
         print(f"contact sheet: {sheet_to}")
-    return EXIT_USER_ERROR if any(report.unreadable for report in reports) else EXIT_OK
+    bad = any(report.unreadable or report.problems for report in reports)
+    return EXIT_USER_ERROR if bad else EXIT_OK
 
 
 def be_writable(path: Path) -> None:
@@ -155,7 +153,7 @@ def progress_line(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def print_reports(reports: Sequence[SplitReport]) -> None:
-    """A column for each split, then the warnings, then every unreadable file by name."""
+    """A column for each split, then warnings, every unreadable file by name, and problems."""
     out = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     if isinstance(sys.stdout, TextIOWrapper):  # names may be of any script, the terminal of few
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -176,6 +174,8 @@ def print_reports(reports: Sequence[SplitReport]) -> None:
         for name, reason in report.unreadable.items():
             line = f"unreadable: {report.split}/{visible(name)}: {visible(reason)}"
             out.print(Text(line, "red"), soft_wrap=True)
+    for problem in (problem for report in reports for problem in report.problems):
+        out.print(Text(f"problem: {visible(problem)}", "red"), soft_wrap=True)
 
 
 def rows(reports: Sequence[SplitReport]) -> Iterator[tuple[str, ...]]:
@@ -187,6 +187,7 @@ def rows(reports: Sequence[SplitReport]) -> Iterator[tuple[str, ...]]:
     blank = row("", lambda r: "")
     yield row("images", lambda r: f"{sum(r.counts.values()):,}")
     yield row("classes", lambda r: f"{len(r.counts):,}")
+    yield row("problems", lambda r: f"{len(r.problems):,}")
     yield row("unreadable", lambda r: f"{len(r.unreadable):,}")
     yield row("copies within", lambda r: f"{r.duplicates.count:,}")
     yield row(
@@ -250,22 +251,18 @@ def pack(args: argparse.Namespace) -> int:
     """Pack train and val, or go on with it; how to use it is the last line."""
     from lockstep.data.pack import pack as pack_splits
 
-    try:
-        with PackingLine() as line:
-            splits = pack_splits(
-                args.root,
-                args.out,
-                short_side=args.short_side,
-                max_side=args.max_side,
-                quality=args.quality,
-                shard_bytes=args.shard_mib * 2**20,
-                threads=args.threads or len(os.sched_getaffinity(0)),
-                on_error=args.on_error,
-                progress=line.show,
-            )
-    except KeyboardInterrupt:
-        print("stopped: give the same command again to go on", file=sys.stderr)
-        return EXIT_STOPPED
+    with PackingLine() as line:
+        splits = pack_splits(
+            args.root,
+            args.out,
+            short_side=args.short_side,
+            max_side=args.max_side,
+            quality=args.quality,
+            shard_bytes=args.shard_mib * 2**20,
+            threads=args.threads or len(os.sched_getaffinity(0)),
+            on_error=args.on_error,
+            progress=line.show,
+        )
     for split in splits:
         for name, reason in split.left_out.items():
             print(f"left out: {split.split}/{visible(name)}: {visible(reason)}")

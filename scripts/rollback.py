@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 from lockstep.versions.history import WEIGHTS, Counts, Version, difference, versions
 from lockstep.versions.rollback import PARTS, Done, opened, roll_back, undo
 
@@ -67,14 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     assert set(PARTS) == {"data", "checkpoints", "all"}
-    try:
-        return int(args.run(args))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("stopped; nothing is half restored", file=sys.stderr)
-        return EXIT_STOPPED
+    return exit_code(lambda: int(args.run(args)), "stopped; nothing is half restored")
 
 
 def show_list(most: int) -> int:

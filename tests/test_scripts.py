@@ -192,6 +192,43 @@ def test_check_writes_its_findings(few_digits: Path, tmp_path: Path) -> None:
     assert (val["split"], val["unreadable"]) == ("val", {})
 
 
+def test_check_shows_its_table_where_classes_differ(
+    few_digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = shutil.copytree(few_digits, tmp_path / "uneven")
+    shutil.rmtree(root / "val/2")
+    assert prepare_data.main(["check", str(root), "--sheet", str(tmp_path / "sheet.png")]) == 2
+    out = capsys.readouterr().out
+    assert "smallest class" in out and out.count("missing in val: 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "function"),
+    [
+        ("check .", "lockstep.data.check.FolderSource.open"),
+        ("pack . out", "lockstep.data.pack.FolderSource.open"),
+        ("verify .", "lockstep.data.packed.verify"),
+        ("digits --root .", "lockstep.data.digits.digit_files"),
+        ("cifar10 --root .", "lockstep.data.download.replace_folder"),
+    ],
+)
+def test_stopped_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: str,
+    function: str,
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(function, stop)
+    assert prepare_data.main(argv.split()) == 85
+    assert capsys.readouterr().err == "stopped: give the same command again\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_resolve_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     params = tmp_path / "params.yaml"
     params.write_text("train: {experiment: digits, overrides: [seed=7]}")

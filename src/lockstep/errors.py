@@ -5,6 +5,9 @@ Anything else that escapes is our bug and keeps its traceback. Level 0: every ro
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -26,3 +29,19 @@ class Stopped(Exception):
 
 class Regroup(Stopped):
     """Saved everything in order to go on in a group of other size."""
+
+
+def exit_code(run: Callable[[], int], stopped: str = "stopped") -> int:
+    """What ``run`` returns; the user's mistakes and Ctrl-C are told on stderr, without a traceback.
+
+    Args:
+        stopped: what Ctrl-C leaves, in one line.
+    """
+    try:
+        return run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr)
+        return EXIT_STOPPED

@@ -252,10 +252,28 @@ def test_balance(tmp_path: Path) -> None:
 
 
 def test_both_splits_are_looked_at_first(image_root: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(image_root, tmp_path / "uneven")
-    shutil.rmtree(root / "val/class0")
-    with pytest.raises(UserError, match="class0"):
+    root = shutil.copytree(image_root, tmp_path / "half")
+    shutil.rmtree(root / "val")
+    with pytest.raises(UserError, match="no folder val"):
         check(root, progress=lambda done, total: pytest.fail("began to read"))
+
+
+def test_classes_that_no_run_takes_are_a_finding(tmp_path: Path) -> None:
+    files = {"train/a/1.png": A, "train/c/1.png": B, "val/b/1.png": C, "val/c/1.png": B}
+    root = lay_out(tmp_path, files)
+    (root / "train/d").mkdir()
+    train, val = check(root)
+    assert train.counts == {"a": 1, "c": 1, "d": 0} and val.counts == {"b": 1, "c": 1}
+    assert "no images in train/d" in train.problems[0]
+    assert "(missing in val: a, d; only in val: b)" in val.problems[0]
+    assert val.leaked == Found(1, [["val/c/1.png", "train/c/1.png"]])
+    assert val.conflicts == Found(0, [])
+    assert contact_sheet(root, [train, val]).size[1] > 4 * 128
+    for name in files:
+        (root / name).unlink()
+    assert [sum(report.counts.values()) for report in check(root)] == [0, 0]
+    with pytest.raises(UserError, match="no images in train/a, train/c, train/d"):
+        FolderSource.open(root, "train")
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from PIL import ExifTags, Image
 from lockstep.data.decode import FORMATS, DecodeError, decode
 from lockstep.data.listing import forget
 from lockstep.data.source import EXTENSIONS, FolderSource
+from lockstep.errors import UserError
 
 IMBALANCE = 20
 """How many times the smallest class the largest may be without a warning."""
@@ -82,6 +83,8 @@ class SplitReport:
     """Images that are also in an earlier split."""
     conflicts: Found
     """Pictures of this split that lie under several classes, in this or an earlier split."""
+    problems: list[str]
+    """Why no run trains on it: sentences."""
     warnings: dict[str, list[str]]
     """What should be looked into, beside the unreadable, and the first few examples."""
 
@@ -95,19 +98,18 @@ class SplitReport:
 def check(
     root: Path, *, threads: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[SplitReport]:
-    """Decode every image of train and val.
+    """Decode every image of train and val, whose classes may differ.
 
     Args:
         threads: that decode; None: one for each core.
         progress: called now and then with the images read and those to read.
 
     Raises:
-        UserError: the folders cannot be trained on.
+        UserError: the folders cannot be listed.
     """
     for split in ("train", "val"):
         forget(root / split)  # what is remembered of it is to be checked, too
-    train = FolderSource.open(root, "train")
-    sources = [train, FolderSource.open(root, "val", classes=train.classes)]
+    sources = [FolderSource.open(root, split, strict=False) for split in ("train", "val")]
     total, before = sum(map(len, sources)), 0
     seen: list[_Reading] = []
     reports = []
@@ -252,8 +254,13 @@ def _report(readings: Sequence[_Reading]) -> SplitReport:
         duplicates=duplicates,
         leaked=leaked,
         conflicts=conflicts,
+        problems=[],
         warnings={},
     )
+    try:
+        source.refuse(None if len(readings) == 1 else readings[0].source.classes)
+    except UserError as error:
+        report.problems.append(str(error))
     report.warnings.update(_warnings(report, [r.source.folder.name for r in readings[:-1]]))
     return report
 
@@ -293,7 +300,10 @@ def _same_bytes(readings: Sequence[_Reading]) -> tuple[Found, Found, Found]:
     starts = np.flatnonzero(is_first)
     if not len(starts):
         return Found(0, []), Found(0, []), Found(0, [])
-    targets = np.concatenate([r.source.targets for r in readings])[indices]
+    # Splits may differ in their classes: numbers that mean the same in all.
+    known = {name: i for i, name in enumerate({c: 0 for r in readings for c in r.source.classes})}
+    numbers = [np.array([known[c] for c in r.source.classes])[r.source.targets] for r in readings]
+    targets = np.concatenate(numbers)[indices]
     sizes = np.diff(starts, append=len(indices))
     num_here = np.add.reduceat((indices >= firsts[-2]).astype(np.int64), starts)
     num_before = sizes - num_here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -41,8 +42,8 @@ def contact_sheet(root: Path, reports: Sequence[SplitReport]) -> Image.Image:
     Raises:
         UserError: the folders cannot be listed any more.
     """
-    sources = {report.split: FolderSource.open(root, report.split) for report in reports}
-    classes = list(reports[0].counts)
+    sources = {r.split: FolderSource.open(root, r.split, strict=False) for r in reports}
+    classes = sorted({name for report in reports for name in report.counts}, key=os.fsencode)
     spoiled = {name.partition("/")[0] for report in reports for name in report.unreadable}
     rows = _pick(
         [i for i, name in enumerate(classes) if name not in spoiled],
@@ -57,11 +58,12 @@ def contact_sheet(root: Path, reports: Sequence[SplitReport]) -> Image.Image:
         draw.text((left, 6), split, _INK, _font(14))
     shown = f"{len(rows)} of {len(classes):,} classes" if len(rows) < len(classes) else ""
     draw.text((_GAP, 6), shown, _PALE, _font(14))
-    for row, target in enumerate(rows):
+    for row, name in enumerate(classes[i] for i in rows):
         top = _HEAD + row * (_TILE + _GAP)
-        _draw_label(draw, top, classes[target], [r.counts[classes[target]] for r in reports])
+        _draw_label(draw, top, name, [report.counts.get(name, 0) for report in reports])
         for report, left in zip(reports, lefts, strict=True):
             source = sources[report.split]
+            target = source.classes.index(name) if name in report.counts else -1
             members = np.flatnonzero(source.targets == target).tolist()
             bad = {i for i in members if source.name(i) in report.unreadable}
             good = [i for i in members if i not in bad]

@@ -100,13 +100,20 @@ class FolderSource:
 
     @classmethod
     def open(
-        cls, root: Path, split: str, *, name: str = "folder", classes: Sequence[str] | None = None
+        cls,
+        root: Path,
+        split: str,
+        *,
+        name: str = "folder",
+        classes: Sequence[str] | None = None,
+        strict: bool = True,
     ) -> FolderSource:
         """List ``<root>/<split>``.
 
         Args:
             name: ``data.name``; decides what the message about an absent folder recommends.
             classes: those that the split must have (the training set's).
+            strict: refuse what :meth:`refuse` does.
 
         Raises:
             UserError: nothing that can be trained on; names what is missing or superfluous.
@@ -121,15 +128,17 @@ class FolderSource:
         if found is None:
             began_ns, folders = time.time_ns(), [b""]
             try:
-                found = _list(root, split, folder, classes, folders)
+                names = _class_names(root, folder)
+                # Before all is listed, which may take a while.
+                check_classes(root, split, names, classes if strict else names)
+                found = _list(folder, names, folders)
             except OSError as error:
                 raise UserError(
                     f"data.root = {root}: cannot list "
                     f"{os.fsdecode(error.filename or folder)}: {error.strerror}"
                 ) from error
             remember(folder, found, folders, began_ns)
-        check_classes(root, split, found.classes, classes)
-        return cls(
+        source = cls(
             folder=folder,
             classes=found.classes,
             targets=np.repeat(np.arange(len(found.classes)), found.counts),
@@ -138,6 +147,20 @@ class FolderSource:
             _names=found.names,
             _ends=found.ends,
         )
+        if strict:
+            source.refuse(classes)
+        return source
+
+    def refuse(self, classes: Sequence[str] | None) -> None:
+        """Raise UserError where a class is empty, or there are too few, or others than ``classes``."""
+        root, split = self.folder.parent, self.folder.name
+        check_classes(root, split, self.classes, classes)
+        counts = np.bincount(self.targets, minlength=len(self.classes))
+        if empty := [f"{split}/{c}" for c, n in zip(self.classes, counts, strict=True) if not n]:
+            raise UserError(
+                f"data.root = {root}: no images in {some(empty)}: "
+                f"add some ({', '.join(sorted(EXTENSIONS))}) or remove the folder in all splits"
+            )
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -164,14 +187,10 @@ class FolderSource:
         """Nothing: a file here and a file there."""
 
 
-def _list(
-    root: Path, split: str, folder: Path, wanted: Sequence[str] | None, folders: list[bytes]
-) -> Listing:
+def _list(folder: Path, classes: list[str], folders: list[bytes]) -> Listing:
     """List a split, and each folder in it into ``folders``."""
     names: list[bytes] = []
     lengths, sizes, counts = [], [], []
-    classes = _class_names(root, folder)
-    check_classes(root, split, classes, wanted)
     for c in classes:
         # Class by class: a million names must not be a million objects at any time.
         members = sorted(_images(os.fsencode(folder / c), os.fsencode(c), folders))
@@ -179,11 +198,6 @@ def _list(
         lengths.append(np.array([len(path) for path, _ in members], dtype=np.int64))
         sizes.append(np.array([size for _, size in members], dtype=np.int64))
         counts.append(len(members))
-    if empty := [c for c, count in zip(classes, counts, strict=True) if not count]:
-        raise UserError(
-            f"data.root = {root}: no images in {some(f'{split}/{c}' for c in empty)}: "
-            f"add some ({', '.join(sorted(EXTENSIONS))}) or remove the folder in all splits"
-        )
     blob, ends = b"".join(names), np.cumsum(np.concatenate(lengths))
     all_sizes = np.concatenate(sizes)
     return Listing(
