@@ -35,13 +35,13 @@ def main(argv: list[str] | None = None) -> int:
         help="FILE.safetensors, the card is FILE.json; default: model-step-N-WEIGHTS.safetensors",
     )
     args = parser.parse_args(argv)
-    return exit_code(lambda: write(args.where, args.weights, args.to))
+    return exit_code(lambda: write(args))
 
 
-def write(where: Path, which: str, to: Path | None) -> int:
+def write(args: argparse.Namespace) -> int:
     """Export and print where to."""
-    weights = read_checkpoint(where, which)
-    to = to or Path(f"model-step-{weights.step}-{weights.kind}.safetensors")
+    weights = read_checkpoint(args.where, args.weights)
+    to = args.to or Path(f"model-step-{weights.step}-{weights.kind}.safetensors")
     export(weights, to)
     for note in weights.notes:
         print(note, file=sys.stderr)

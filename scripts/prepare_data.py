@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ from lockstep.data.check import SplitReport
 from lockstep.data.check import check as read_through
 from lockstep.data.pack import Progress as DataProgress
 from lockstep.data.sheet import contact_sheet
+from lockstep.data.source import some
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError, exit_code
 
 WIDTH = 100
@@ -273,8 +276,22 @@ def pack(args: argparse.Namespace) -> int:
             f"{split.num_bytes / 1e9:.3f} GB, digest {split.digest}"
             f"{', was complete' if split.was_complete else ''}"
         )
-    print(f"train with: data.source=packed data.root={args.out}")
+        if bad := split.undecodable:
+            named = some(f"{visible(name)} ({visible(why)})" for name, why in bad.items())
+            print(
+                f"{split.split}: {len(bad):,} of them cannot be decoded, their headers say: {named}; "
+                "a run stops there, or leaves them out with data.on_error=skip"
+            )
+    print(f"train with: python train.py data=folder data.source=packed {data_root(args.out)}")
     return EXIT_OK
+
+
+def data_root(folder: Path) -> str:
+    """``data.root=FOLDER``, quoted for Hydra and the shell where the name needs it."""
+    name = str(folder)
+    if not re.fullmatch(r"[\w/.+-]+", name):
+        name = "'" + name.replace("'", r"\'") + "'"
+    return shlex.quote(f"data.root={name}")
 
 
 class PackingLine:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import train as train_py
 from lockstep.config.bind import load_config
 from lockstep.launch import launch
 from lockstep.launch.folder import run_lock
@@ -200,6 +203,24 @@ def test_check_shows_its_table_where_classes_differ(
     assert prepare_data.main(["check", str(root), "--sheet", str(tmp_path / "sheet.png")]) == 2
     out = capsys.readouterr().out
     assert "smallest class" in out and out.count("missing in val: 2") == 1
+
+
+def test_pack_ends_with_a_command_that_works(
+    few_digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    raw, out = shutil.copytree(few_digits, tmp_path / "raw"), tmp_path / "it's a, b=c"
+    (raw / "val/1/x.png").write_bytes(b"a text")
+    assert prepare_data.main(["pack", str(raw), str(out)]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    named = "1/x.png (not an image of a known format)"
+    assert sum(line.startswith("val: 1 of them") and named in line for line in lines) == 1
+    _, *words = shlex.split(last.removeprefix("train with: python "))
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert train_py.main([*words, "plan=true", "device=cpu"]) == 0
+    assert "47 train, 24 val, 4 classes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

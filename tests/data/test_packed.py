@@ -351,6 +351,23 @@ def test_unreadable_stops_or_is_left_out(root: Path, tmp_path: Path) -> None:
         pack(raw, out, threads=4)
 
 
+def test_untouched_packs_and_names_what_no_decoder_reads(image_root: Path, tmp_path: Path) -> None:
+    raw, out = shutil.copytree(image_root, tmp_path / "raw"), tmp_path / "out"
+    (raw / "train/class0/00.png").write_bytes(b"a text")
+    (raw / "train/class1/01.png").write_bytes(b"")
+    bad = {"class0/00.png": "not an image of a known format", "class1/01.png": "the file is empty"}
+
+    def stop(done: Progress) -> None:
+        if done.images == 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(raw, out, threads=2, shard_bytes=2000, progress=stop)
+    train, val = pack(raw, out, threads=2, shard_bytes=2000)
+    assert train.undecodable == bad and not val.undecodable and not train.left_out
+    assert train.digest == FolderSource.open(raw, "train").digest
+
+
 def test_class_without_a_readable_image(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no readable images in Zebra, ähre, 日本"):
         pack(root, tmp_path / "out", threads=2, short_side=8, on_error="skip")

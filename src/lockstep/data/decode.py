@@ -79,25 +79,38 @@ def decode(data: bytes, *, exif_rotate: bool) -> np.ndarray:
     Raises:
         DecodeError: by the rules of this module.
     """
-    if not data:
-        raise DecodeError("the file is empty")
     if _is_simple_jpeg(data, exif_rotate=exif_rotate):
         # Strict: it must not go on silently where Pillow would refuse.
         with suppress(ValueError, MemoryError):
             pixels: np.ndarray = simplejpeg.decode_jpeg(data, strict=True)
             return pixels
+    with _opened(data) as image:
+        image.load()
+        rgb = _to_rgb(image)
+        turn = TURNS.get(orientation(image)) if exif_rotate else None
+    return np.array(rgb if turn is None else rgb.transpose(turn))  # writable, as torch wants it
+
+
+def check_header(data: bytes) -> None:
+    """Raise DecodeError where a file's header shows already that :func:`decode` will."""
+    with _opened(data):
+        pass
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """An image by Pillow; what goes wrong with it becomes a DecodeError."""
+    if not data:
+        raise DecodeError("the file is empty")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            image.load()
-            rgb = _to_rgb(image)
-            turn = TURNS.get(orientation(image)) if exif_rotate else None
+            yield image
     except UnidentifiedImageError as error:
         raise DecodeError("not an image of a known format") from error
     except Image.DecompressionBombError as error:
         raise DecodeError(f"too large: {str(error).partition(',')[0]}") from error
     except Exception as error:  # Pillow's readers raise whatever a damaged field trips over
         raise DecodeError(" ".join(str(error).split()) or type(error).__name__) from error
-    return np.array(rgb if turn is None else rgb.transpose(turn))  # writable, as torch wants it
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -29,7 +29,15 @@ import numpy as np
 import PIL
 from PIL import Image, features
 
-from lockstep.data.decode import FORMATS, ORIENTATION_TAG, TURNS, DecodeError, decode, orientation
+from lockstep.data.decode import (
+    FORMATS,
+    ORIENTATION_TAG,
+    TURNS,
+    DecodeError,
+    check_header,
+    decode,
+    orientation,
+)
 from lockstep.data.packed import (
     ARRAYS,
     BLOCK_BYTES,
@@ -82,8 +90,10 @@ class Packed:
     digest: str
     left_out: dict[str, str]
     """Unreadable images: name and reason."""
+    undecodable: dict[str, str]
+    """Packed untouched although their headers show that no run can decode them: name and reason."""
     was_complete: bool
-    """There was nothing to do."""
+    """There was nothing to do; ``undecodable`` is not known then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,8 @@ class _Image:
     crc32: int
     why_not: str | None = None
     """Why it cannot be packed."""
+    undecodable: str | None = None
+    """Why no run can decode it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,7 @@ class _Written:
     packed: list[tuple[int, int, int, int]]
     """Of each image in it: index into the source, offset, size, crc32."""
     left_out: dict[str, str]
+    undecodable: dict[str, str] = field(default_factory=dict)
 
 
 def pack(
@@ -143,7 +156,7 @@ def pack(
         shard_bytes: a shard is closed before its images, as they are in the source, exceed this.
         threads: that read and re-encode.
         on_error: an image that cannot be read, or decoded when sides are given: stop, or leave it
-            out and name it.
+            out and name it. Without sides what cannot be decoded is packed, as the folder has it.
         progress: called for each image, in this thread.
 
     Raises:
@@ -224,7 +237,8 @@ class _Split:
                 shards = self._write_shards()
                 index = self._write_index(shards)
                 shutil.rmtree(self._unfinished)
-                return self._report(index, was_complete=False)
+                undecodable = {k: why for done in shards for k, why in done.undecodable.items()}
+                return self._report(index, undecodable, was_complete=False)
         except OSError as error:  # of reading: made a reason, or a UserError, where it happens
             where = error.filename or self._folder
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -248,9 +262,9 @@ class _Split:
         self._refuse_others({"source_digest": index.source_digest, **index.settings})
         self._refuse_left_out(index.left_out)
         shutil.rmtree(self._unfinished, ignore_errors=True)
-        return self._report(index, was_complete=True)
+        return self._report(index, {}, was_complete=True)
 
-    def _report(self, index: Index, *, was_complete: bool) -> Packed:
+    def _report(self, index: Index, undecodable: dict[str, str], *, was_complete: bool) -> Packed:
         return Packed(
             split=self._folder.name,
             num_images=index.num_images,
@@ -258,6 +272,7 @@ class _Split:
             num_bytes=sum(shard.size for shard in index.shards),
             digest=index.digest,
             left_out=index.left_out,
+            undecodable=undecodable,
             was_complete=was_complete,
         )
 
@@ -344,16 +359,20 @@ class _Split:
                     "there"
                 ) from error
             return _Image(b"", 0, error.strerror or str(error))
-        if self._recipe.quality is not None:
-            try:
+        try:
+            if self._recipe.quality is None:
+                check_header(data)
+            else:
                 data = reencode(
                     data,
                     short_side=self._recipe.short_side,
                     max_side=self._recipe.max_side,
                     quality=self._recipe.quality,
                 )
-            except DecodeError as error:
-                return _Image(b"", 0, str(error))
+        except DecodeError as error:
+            if self._recipe.quality is None:  # packed all the same: the run is that of the folder
+                return _Image(data, zlib.crc32(data), undecodable=str(error))
+            return _Image(b"", 0, str(error))
         return _Image(data, zlib.crc32(data))
 
     def _write_shard(self, number: int, images: Iterable[tuple[int, _Image]]) -> _Written:
@@ -375,6 +394,7 @@ class _Split:
         sha256, position = hashlib.sha256(), 0
         packed: list[tuple[int, int, int, int]] = []
         left_out: dict[str, str] = {}
+        undecodable: dict[str, str] = {}
 
         def put(data: bytes) -> None:
             nonlocal position
@@ -389,12 +409,14 @@ class _Split:
                 packed.append((index, position, len(image.data), image.crc32))
                 put(image.data)
                 put(bytes(-position % BLOCK_BYTES))
+                if image.undecodable is not None:
+                    undecodable[name] = image.undecodable
             else:
                 left_out[name] = image.why_not
                 self._refuse_left_out(left_out)
             self._count(1, position - begin)
         put(_END_OF_TAR)
-        return _Written(position, sha256.hexdigest(), packed, left_out)
+        return _Written(position, sha256.hexdigest(), packed, left_out, undecodable)
 
     def _side_file(self, number: int) -> Path:
         return self._unfinished / f"{shard_name(number)}.json"
