@@ -124,6 +124,7 @@ def test_a_signal_saves_and_leaves_no_orphan(tmp_path: Path, processes: int, nam
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 85, err
     assert err.count("stopped after step 5") == 1
+    assert "nothing was saved yet: the same command starts anew" in err and "goes on" not in err
     asked = [(tmp_path / f"stub/asked-{rank}").read_text() for rank in range(processes)]
     assert asked == [name] * processes
     assert not any(alive(pid) for pid in pids)

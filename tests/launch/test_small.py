@@ -10,13 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.schema import Nccl
+from lockstep.checkpoint.manifest import Manifest, commit
+from lockstep.config.schema import Config, Nccl
 from lockstep.errors import Stopped, UserError
 from lockstep.launch import nccl
-from lockstep.launch.folder import run_lock
+from lockstep.launch.folder import again, run_lock
 from lockstep.launch.report import Report, clear_reports, read_reports
 from lockstep.launch.signals import STOP_SIGNALS, StopFlag, handling, refuse_to_start
 from tests.conftest import clean_environment
+
+
+@pytest.mark.parametrize("resume, words", [("auto", ""), ("never", " without resume=never")])
+def test_what_the_same_command_would_do(tmp_path: Path, resume: str, words: str) -> None:
+    config, run_dir = Config.model_construct(resume=resume), tmp_path / "run"
+    assert again(run_dir, config) == "nothing was saved yet: the same command starts anew"
+    (run_dir / "checkpoints/step-3").mkdir(parents=True)
+    (run_dir / "config.yaml").touch()
+    assert again(run_dir, config) == f"nothing was saved yet: the same command{words} starts anew"
+    commit(run_dir / "checkpoints/step-3", Manifest(step=3, metric=None, meta={}, files={}))
+    assert again(run_dir, config) == f"the same command{words} goes on from {run_dir}"
 
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda s: s.name)
@@ -85,7 +97,7 @@ def test_reports_put_the_cause_first(tmp_path: Path) -> None:
 
 def test_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from lockstep.launch.folder import run_lock\n"
+        "import sys, time; from pathlib import Path; from lockstep.launch.folder import again, run_lock\n"
         "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(

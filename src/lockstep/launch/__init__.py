@@ -45,7 +45,9 @@ def launch(config: Config, name: str, *, worker: str = WORKER, plan: Plan | None
             say(f"error: {exc}")
             return EXIT_USER_ERROR
         except Stopped as exc:
-            say(f"{exc}\nthe same command goes on from {Path(config.run.root) / name}")
+            from lockstep.launch.folder import again
+
+            say(f"{exc}\n{again(Path(config.run.root) / name, config)}")
             return EXIT_STOPPED
         except Exception:  # noqa: BLE001 - the last to see it
             say(traceback.format_exc())

@@ -30,7 +30,7 @@ from lockstep.checkpoint.manifest import COMMITTED, step_folders
 from lockstep.config.schema import Launch
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from lockstep.launch.env import say
-from lockstep.launch.folder import DONE
+from lockstep.launch.folder import DONE, again
 from lockstep.launch.hang import find_hang
 from lockstep.launch.process import Job
 from lockstep.launch.report import Report, log_path, read_reports
@@ -333,6 +333,7 @@ def meet(launch: Launch, *, run_id: str) -> Any:
 def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
     """Tell the user once how the run ended; returns the exit code."""
     reports = read_reports(job.logs, agent.started)
+    then = again(job.run_dir, job.config)
     stopped = next((r for r in reports if r.kind in ("stopped", "regroup")), None)
     failures = [r for r in reports if r.kind in ("user", "crash")]
     if result is not None and not result.is_failed():
@@ -341,19 +342,19 @@ def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
         if stopped is None:
             say("the workers ended without a word and without finishing; is the disk full?")
             return EXIT_FAILURE
-        say(f"{stopped.message}\nthe same command goes on from {job.run_dir}")
+        say(f"{stopped.message}\n{then}")
         return EXIT_STOPPED
     if agent.stop_signal is not None and not failures:
         if agent.killed:
             say(
                 f"stopped by {agent.stop_signal.name} without saving: the workers took longer than "
                 f"launch.grace_seconds = {job.config.launch.grace_seconds:g}, or were killed by a "
-                "second Ctrl-C. The same command goes on from the last checkpoint"
+                f"second Ctrl-C; {then}"
             )
             return EXIT_FAILURE
         if (job.run_dir / DONE).exists():
             return EXIT_OK
-        say(f"stopped by {agent.stop_signal.name}; the same command goes on")
+        say(f"stopped by {agent.stop_signal.name}; {then}")
         return EXIT_STOPPED
     first = failures[0] if failures else None
     if first is not None and first.kind == "user":
@@ -363,7 +364,7 @@ def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
         say(agent.gave_up)
     if agent.hang is not None:
         say(f"{agent.hang}\nwhere its threads were: {stack_path(job.logs, 0).with_name('stack-*')}")
-        say(f"the same command goes on from {job.run_dir}")
+        say(then)
         return EXIT_FAILURE
     silent = silent_ranks(reports, result, agent.killed)
     if silent and (first is None or first.lost_peer):
@@ -375,7 +376,7 @@ def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
         say(f"rank {first.rank} failed:\n{first.traceback}{where}")
     else:
         say("the workers ended without a word")
-    say(f"the same command goes on from {job.run_dir}")
+    say(then)
     return EXIT_FAILURE
 
 
@@ -446,7 +447,7 @@ def _lost_rendezvous(launch: Launch, run_dir: Path) -> str:
     return (
         f"launch.rendezvous = {_endpoint(launch)}: the node there is lost, and without it the "
         "others cannot meet again. Nothing is lost: start the same command on the nodes that "
-        f"remain, with an address of one of them; it goes on from the newest checkpoint of {run_dir}"
+        f"remain, with an address of one of them; it goes on with {run_dir}"
     )
 
 

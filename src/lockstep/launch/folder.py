@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.manifest import check_law
+from lockstep.checkpoint.manifest import check_law, cut_off, is_committed, step_folders
 from lockstep.config.bind import law, load_config, save_config
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config
@@ -83,6 +83,16 @@ def finished(run_dir: Path, config: Config) -> dict[str, Any] | None:
         return None
     _check_same_run(run_dir, config)
     return dict(summary)
+
+
+def again(run_dir: Path, config: Config) -> str:
+    """What the same command would do now, where a run has ended before its time."""
+    begun = config.resume == "never" and (run_dir / "config.yaml").exists()
+    command = "the same command" + (" without resume=never" if begun else "")
+    checkpoints = run_dir / "checkpoints"
+    if cut_off(checkpoints) or any(is_committed(f) for _, f in step_folders(checkpoints)):
+        return f"{command} goes on from {run_dir}"
+    return f"nothing was saved yet: {command} starts anew"
 
 
 def trained_on(run_dir: Path) -> str | None:

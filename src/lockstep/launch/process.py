@@ -18,7 +18,7 @@ from lockstep.config.bind import bind
 from lockstep.config.plan import Plan, replan
 from lockstep.config.schema import Config
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
-from lockstep.launch.folder import LOGS, claim
+from lockstep.launch.folder import LOGS, again, claim
 from lockstep.launch.hang import find_hang
 from lockstep.launch.report import Report, clear_reports, log_path, read_reports
 from lockstep.launch.signals import StopFlag
@@ -123,7 +123,7 @@ def join_group(job: Job) -> int:
     if mine.kind == "user":
         text = f"error: {mine.message}\n"
     elif mine.kind == "stopped":
-        text = f"{mine.message}\nthe same command goes on from {job.run_dir}\n"
+        text = f"{mine.message}\n{again(job.run_dir, job.config)}\n"
     elif reports[0].rank == rank:
         hang = find_hang(job.logs, [rank], job.plan.world_size, job.config.launch.timeout_seconds)
         text = f"rank {rank} failed:\n{mine.traceback}" + (f"{hang}\n" if hang else "")
