@@ -551,6 +551,12 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
         pytest.param(["augment.scale=[0,1]"], {}, "expected 0 < low <= high", id="range from 0"),
         pytest.param(["augment.ratio=[2,1]"], {}, "augment.ratio = [2.0, 1.0]", id="ratio"),
         pytest.param(
+            ["data.cache=gpu", "augment.policy=none"],
+            {},
+            "data.cache = gpu needs an NVIDIA GPU, and device is cpu: use data.cache=ram",
+            id="images kept on a GPU that is not there",
+        ),
+        pytest.param(
             ["data.decode=gpu", "augment.policy=none"],
             {},
             "data.decode = gpu needs an NVIDIA GPU, and device is cpu: use data.decode=auto",

@@ -526,6 +526,10 @@ def _check_data(config: Config, data: DataFacts, device: str, problems: list[str
             f"data.cache = gpu does not do augment.policy = {config.augment.policy}: use "
             "data.cache=ram or augment.policy=none"
         )
+    if config.data.cache == "gpu" and device != "cuda":
+        problems.append(
+            f"data.cache = gpu needs an NVIDIA GPU, and device is {device}: use data.cache=ram"
+        )
     if config.data.decode in ("gpu", "hybrid"):
         what = f"data.decode = {config.data.decode}"
         if config.augment.policy != "none":
