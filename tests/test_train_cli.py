@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,6 +86,23 @@ def test_what_only_prints(
     code, out, err = cli(*argv)
     assert (code, err) == (EXIT_OK, "")
     assert shown in out
+
+
+def test_help_explains_the_keys_that_the_readme_promises(
+    cli: Callable[..., tuple[int, str, str]],
+) -> None:
+    told = (
+        (REPOSITORY / "README.md")
+        .read_text()
+        .partition("\nTop level: ")[2]
+        .partition("\n`python")[0]
+    )
+    promised = {word.partition("=")[0] for word in re.findall("`([^`]+)`", told)}
+    assert len(promised) > 10
+    lines = cli("--help")[1].splitlines()
+    explained = {line.split()[0] for line in lines if re.match(r"  \S+  +\S+ ", line)}
+    assert promised <= explained
+    assert max(map(len, lines)) <= 100
 
 
 def test_shell_completion(

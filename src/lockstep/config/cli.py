@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -43,11 +43,8 @@ usage: python train.py [GROUP=OPTION ...] [KEY=VALUE ...] [FLAGS]
 groups (files below conf/):
 {groups}
 
-keys: python train.py --cfg job prints all of them with their values
-  batch.global    samples of one optimiser step over all processes
-  epochs, steps   length of the run; stop_at=STEP saves and stops early
-  optimizer.lr    peak learning rate; python train.py plan=true shows how it scales
-  run.name        folder below run.root; the same command again resumes, resume=never starts anew
+keys (python train.py --cfg job prints all of them with their values):
+{keys}
   below model.kwargs and optimizer.kwargs any name is legal: model.kwargs.depth=6
 
 flags:
@@ -60,6 +57,9 @@ flags:
 exit codes: 0 done, 2 a mistake in the command, data or environment (one message names the fix),
 85 stopped on request and saved (the same command goes on), 1 anything else.
 """
+
+KEYS_IN_HELP = ("run.", "batch.", "optimizer.lr", "ema.enabled")
+"""Beside those of the top level: names, or beginnings of names."""
 
 HYDRA = (
     "hydra.run.dir=.",
@@ -170,13 +170,23 @@ def wants_help(argv: Sequence[str]) -> bool:
 
 
 def help_text(conf: Path) -> str:
-    """The help, with the groups and options that lie below ``conf`` now."""
-    indent = " " * 14
-    listed = [
-        fill(", ".join(o), 100, initial_indent=f"  {g:<11} ", subsequent_indent=indent)
-        for g, o in groups(conf)
-    ]
-    return HELP.format(groups="\n".join(listed))
+    """The help, with the groups below ``conf`` and what the schema says of keys."""
+    sections = {key.rpartition(".")[0] for key in schema_fields()}
+    keys = {
+        key: field.description or ""
+        for key, field in schema_fields().items()
+        if key not in sections and ("." not in key or key.startswith(KEYS_IN_HELP))
+    }
+    named = {group: ", ".join(options) for group, options in groups(conf)}
+    return HELP.format(groups=_two_columns(named), keys=_two_columns(keys))
+
+
+def _two_columns(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(
+        fill(text, 100, initial_indent=f"  {name:<{width}}  ", subsequent_indent=" " * (width + 4))
+        for name, text in rows.items()
+    )
 
 
 def groups(conf: Path) -> list[tuple[str, list[str]]]:

@@ -240,7 +240,7 @@ class Schedule(Section):
 class Ema(Section):
     """Moving average of the weights, evaluated beside the raw ones."""
 
-    enabled: bool
+    enabled: bool = Field(description="keep and evaluate a moving average of the weights, too")
     decay: Annotated[float, Field(gt=0, lt=1)]
     warmup: bool = Field(description="decay = min(decay, (1 + step) / (10 + step))")
 
@@ -391,19 +391,26 @@ class Launch(Section):
 class Config(Section):
     """A whole run. Only the worker and the plan see it whole."""
 
-    device: Literal["auto", "cuda", "cpu"]
-    seed: NonNegativeInt
-    epochs: PositiveInt
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        description="cuda, cpu, or auto: cuda where a GPU is visible"
+    )
+    seed: NonNegativeInt = Field(
+        description="of first weights, order, augmentation and stochastic depth"
+    )
+    epochs: PositiveInt = Field(description="passes over the training images")
     steps: PositiveInt | None = Field(description="total optimiser steps, instead of epochs")
     stop_at: PositiveInt | None = Field(description="save and stop after this step, to be resumed")
     plan: bool = Field(description="print the plan and exit")
-    resume: str = Field(description="auto, never, or the path of a run or checkpoint folder")
+    resume: str = Field(
+        description="auto: go on with what the run's folder holds; never: refuse a folder that holds "
+        "a run; or the path of a run or checkpoint folder to go on from"
+    )
     deterministic: bool = Field(
         description="bit for bit the same on the same hardware, for the price of speed; without "
         "it, GPU sums differ in their last bits from run to run"
     )
     compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
-        description="default: torch.compile; graphs: and each forward and backward pass recorded as "
+        description="off; default: torch.compile; graphs: and each forward and backward pass recorded as "
         "one CUDA graph (one GPU); max: and kernels chosen by trial, which takes minutes; auto: "
         "graphs or default on a GPU, for runs of 1,000 steps and more"
     )
