@@ -12,13 +12,16 @@ What is restored shows as staged changes: HEAD stays where it is, and `git commi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, UserError, exit_code
 from lockstep.versions.history import WEIGHTS, Counts, Version, difference, versions
+from lockstep.versions.repository import Repository
 from lockstep.versions.rollback import PARTS, Done, opened, roll_back, undo
 
 MOST_FOLDERS = 20
@@ -53,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     command.set_defaults(run=lambda args: show_diff(args.a, args.b))
     command = commands.add_parser("verify", help="evaluate weights and compare with their card")
     command.add_argument(
-        "weights", type=Path, nargs="?", default=WEIGHTS, help=f"default: {WEIGHTS}"
+        "weights", type=Path, nargs="?", help=f"default: {WEIGHTS} of the repository"
     )
     command.add_argument(
         "--data", type=Path, metavar="ROOT", help="default: what they were trained on"
@@ -151,11 +154,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def show_verify(weights: Path, data: Path | None, device: str, tolerance: float) -> int:
+def show_verify(weights: Path | None, data: Path | None, device: str, tolerance: float) -> int:
     """Both figures; 1 when they differ."""
     from lockstep.versions.verify import verify  # imports torch
 
-    verdict = verify(weights, data=data, device=device)
+    weights, data = (path and path.absolute() for path in (weights, data))
+    with suppress(UserError):  # weights may lie outside of any repository
+        os.chdir(Repository.find(Path.cwd()).root)  # where their data.root begins
+    verdict = verify(weights or Path(WEIGHTS), data=data, device=device)
     for note in verdict.now.notes:
         print(note, file=sys.stderr)
     metrics = verdict.card["metrics"]

@@ -361,6 +361,31 @@ def test_the_door(
     assert door.main(["to", "v1"]) == 85
 
 
+@pytest.mark.parametrize(
+    ("words", "weights", "data"),
+    [
+        pytest.param("verify", "checkpoints/model.safetensors", None, id="the repository's"),
+        pytest.param("verify x.json --data ..", "data/train/x.json", "data", id="typed"),
+    ],
+)
+def test_verify_in_any_folder(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    weights: str,
+    data: str | None,
+) -> None:
+    def seen(found: Path, *, data: Path | None, device: str) -> None:
+        raise UserError(f"{found.resolve()} {data and data.resolve()} {Path.cwd()}")
+
+    monkeypatch.chdir(root / "data/train")
+    monkeypatch.setattr("lockstep.versions.verify.verify", seen)
+    assert door.main(words.split()) == 2
+    told = f"error: {root / weights} {data and root / data} {root}\n"
+    assert capsys.readouterr().err == told
+
+
 def test_two_at_once(root: Path) -> None:
     with opened(root), pytest.raises(UserError, match="another rollback is at work"), opened(root):
         pass
