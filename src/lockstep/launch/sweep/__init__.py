@@ -105,7 +105,8 @@ class Sweep:
         """Prepare for the jobs of a composed sweep.
 
         Raises:
-            UserError: the sweep is itself one of several processes, or cannot write its folder.
+            UserError: the sweep is itself one of several processes, cannot write its folder, or has
+                a mistake that is the same in every job.
             Stopped: it was asked to stop meanwhile.
         """
         if "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS") or 1) > 1:
@@ -113,6 +114,7 @@ class Sweep:
                 "a sweep starts its own processes: run it without torchrun, and with one task "
                 "(launch.processes=N are the processes of a job)"
             )
+        self._refuse_what_all_share(raw)
         self.folder = Path(raw.run.root) / self.name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -141,6 +143,18 @@ class Sweep:
             Plugins.instance().class_name_to_class[chosen].launch = launch  # type: ignore[attr-defined]
         if self._asked:  # other launchers would not know
             raise Stopped("the sweep was asked to stop")
+
+    def _refuse_what_all_share(self, raw: DictConfig) -> None:
+        """Tell once of a wrong value that no job can change: a typed one, or one of the sweep's."""
+        typed = {o.lstrip("+~").partition("=")[0] for o in self.command.overrides}
+        fixed = typed - set(self.command.varied)
+        try:
+            bind(raw)
+        except UserError as exc:
+            lines = str(exc).splitlines()
+            ours = [s for s in lines if s.startswith("sweep.") or re.split("[ :]", s)[0] in fixed]
+            if ours:
+                raise UserError("\n".join(ours)) from exc
 
     def run_here(
         self, raw: DictConfig, choices: Mapping[str, str], overrides: Sequence[str]
