@@ -121,6 +121,22 @@ def test_compare_a_run_with_an_interrupted_one(
     assert compare_runs.main(pair) == 0
 
 
+def test_a_run_that_met_an_unreadable_image_goes_on_without_it(
+    few_digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = shutil.copytree(few_digits, tmp_path / "images")
+    assert trained(tmp_path, images, "it", "stop_at=3") == 85
+    for path in images.glob("train/*/*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    capsys.readouterr()
+    assert trained(tmp_path, images, "it", "steps=6") == 2
+    assert "undo the change" in capsys.readouterr().err
+    assert trained(tmp_path, images, "it", "data.cache=off") == 2
+    assert "or set data.on_error=skip to go on without such images" in capsys.readouterr().err
+    assert trained(tmp_path, images, "it", "data.cache=off", "data.on_error=skip") == 0
+    assert "resumed from step-3" in capsys.readouterr().out
+
+
 def test_checkpoint(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

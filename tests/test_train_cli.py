@@ -54,8 +54,8 @@ MISTAKES = {
     "no such folder": (["--config-path", "nowhere"], "Primary config directory not found"),
     "no such file": (["--config-name", "nothing"], "Cannot find primary config 'nothing'"),
     "name outside the root": (["run.name=../x"], "run.name = ../x: must be a folder name"),
-    "a sweep's own key": (["-m", "seed=1,2", "sweep.jobs=-1", "sweep.prune=2"], "sweep.prune = 2: should be"),
-    "a key of all jobs": (["-m", "seed=1,2", "epochs=many"], "epochs = many: should be a valid integer"),
+    "a sweep's own key": (["-m", "seed=1,2", "sweep.jobs=-1", "sweep.prune=2", "run.root=/nonexistent"], "sweep.prune = 2: should be"),
+    "a key of all jobs": (["-m", "seed=1,2", "epochs=many", "run.root=/nonexistent"], "epochs = many: should be a valid integer"),
     "a sweep's bad job": (["-m", "seed=-1,-2", "run.root=/nonexistent"], "seed = -1: should be"),
 }  # fmt: skip
 

@@ -178,6 +178,10 @@ def test_the_same_law(current: dict[str, Any]) -> None:
     check_law(json.loads(json.dumps(LAW)), current)
 
 
+def test_a_key_that_was_law_once() -> None:
+    check_law(LAW | {"data.on_error": "skip"}, LAW | {"data.on_error": "stop"})
+
+
 @pytest.mark.parametrize(
     "current, line",
     [

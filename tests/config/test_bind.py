@@ -130,7 +130,7 @@ def test_hydras_own_node_is_dropped() -> None:
         ("stop_at=3", True),
         ("compile=default", True),
         ("strategy.sync_batchnorm=true", False),
-        ("data.on_error=skip", False),
+        ("data.on_error=skip", True),
         ("seed=1", False),
         ("batch.global=65", False),
         ("++model.kwargs.depth=3", False),

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.bind import ONCE_LAW
 from lockstep.durable import atomic_write, sync_folder
 from lockstep.errors import UserError
 
@@ -191,6 +192,7 @@ def check_law(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """
     # Through JSON, as the saved side went: tuples become lists.
     current = json.loads(json.dumps(current))
+    saved = {key: ONCE_LAW.get(key, value) for key, value in saved.items()}
     absent = object()
 
     def show(value: Any) -> str:

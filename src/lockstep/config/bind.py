@@ -33,6 +33,11 @@ NOT_LAW = (
 )  # fmt: skip
 """Keys that say where, when or how fast, but not what is computed (patterns)."""
 
+ONCE_LAW = {"data.on_error": "stop"}
+"""Keys that belonged to the law when runs were saved, and what counts as their value now, so that
+names stay. An image that cannot be read ends a run or is left out: what both go on to compute is the
+same."""
+
 LAW_ALL_THE_SAME = ("strategy.sync_batchnorm",)
 """Exceptions from :data:`NOT_LAW`: what they change is the result."""
 
@@ -136,7 +141,7 @@ def law(config: Config) -> dict[str, Any]:
     on_device = config.data.cache == "gpu"  # cropped there, pixels differ by a step of 255
     # What an earlier version did without saying is no difference, neither here nor in a run's name.
     return {
-        key: value
+        key: ONCE_LAW.get(key, value)
         for key, value in flat
         if ADDED.get(key, _ABSENT) != value
         if key in LAW_ALL_THE_SAME
