@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch.distributed as torch_dist
 import torch.multiprocessing as mp
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PATIENCE_SECONDS = 90
+"""For a busy machine; nothing that is waited for takes long."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_")
 
 
@@ -30,6 +34,32 @@ def clean_environment(**extra: str) -> dict[str, str]:
     paths = [str(REPOSITORY / "src"), str(REPOSITORY), kept.get("PYTHONPATH", "")]
     kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+@contextmanager
+def opened(*command: str | Path, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in the repository, running; killed at the end."""
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=clean_environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Look again and again."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
 
 
 def free_port() -> int:

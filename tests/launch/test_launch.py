@@ -8,51 +8,35 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, clean_environment, free_port
+from tests.conftest import (
+    PATIENCE_SECONDS,
+    REPOSITORY,
+    clean_environment,
+    free_port,
+    opened,
+    wait_until,
+)
 
 DOOR = Path(__file__).with_name("door.py")
-PATIENCE_SECONDS = 90
-"""For a busy machine; nothing here takes long."""
-
-Door = subprocess.Popen[str]
 
 
-@contextmanager
-def opened(root: Path, *overrides: str, prefix: tuple[str, ...] = (), **env: str) -> Iterator[Door]:
+def launched(
+    root: Path, *overrides: str, prefix: tuple[str, ...] = (sys.executable,), **env: str
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """The stub's command, running."""
-    process = subprocess.Popen(
-        [*(prefix or (sys.executable,)), str(DOOR), str(root), *overrides],
-        cwd=REPOSITORY,
-        env=clean_environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    return opened(*prefix, DOOR, root, *overrides, **env)
 
 
 def run(root: Path, *overrides: str, **options: object) -> tuple[int, str, str]:
     """The stub's command to its end: exit code, stdout, stderr."""
-    with opened(root, *overrides, **options) as process:  # type: ignore[arg-type]
+    with launched(root, *overrides, **options) as process:  # type: ignore[arg-type]
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
         return process.returncode, out, err
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
 
 
 def wait_for_training(run_dir: Path, ranks: int) -> list[int]:
@@ -118,7 +102,7 @@ def test_restart_after_a_crash_but_not_after_a_mistake(tmp_path: Path) -> None:
     ("processes", "name"), [(1, "SIGTERM"), (1, "SIGUSR1"), (1, "SIGINT"), (2, "SIGTERM")]
 )
 def test_a_signal_saves_and_leaves_no_orphan(tmp_path: Path, processes: int, name: str) -> None:
-    with opened(tmp_path, f"launch.processes={processes}", STUB="train") as process:
+    with launched(tmp_path, f"launch.processes={processes}", STUB="train") as process:
         pids = wait_for_training(tmp_path / "stub", processes)
         process.send_signal(signal.Signals[name])
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
@@ -134,7 +118,7 @@ def test_a_signal_saves_and_leaves_no_orphan(tmp_path: Path, processes: int, nam
 def test_workers_that_do_not_stop_are_killed(tmp_path: Path, how: str) -> None:
     grace = 0.5 if how == "grace is over" else 600
     two = ("launch.processes=2", f"launch.grace_seconds={grace}")
-    with opened(tmp_path, *two, STUB="deaf") as process:
+    with launched(tmp_path, *two, STUB="deaf") as process:
         pids = wait_for_training(tmp_path / "stub", 2)
         process.send_signal(signal.SIGINT)
         if how == "second Ctrl-C":
@@ -148,7 +132,7 @@ def test_workers_that_do_not_stop_are_killed(tmp_path: Path, how: str) -> None:
 
 
 def test_a_killed_agent_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
-    with opened(tmp_path, "launch.processes=2", STUB="deaf") as process:
+    with launched(tmp_path, "launch.processes=2", STUB="deaf") as process:
         pids = wait_for_training(tmp_path / "stub", 2)
         process.kill()
         process.wait()
@@ -157,7 +141,7 @@ def test_a_killed_agent_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
 
 
 def test_the_folder_belongs_to_one_run(tmp_path: Path) -> None:
-    with opened(tmp_path, STUB="train") as process:
+    with launched(tmp_path, STUB="train") as process:
         wait_for_training(tmp_path / "stub", 1)
         code, _, err = run(tmp_path, STUB="nothing")
         assert code == 2
@@ -239,7 +223,10 @@ def test_joins_srun(tmp_path: Path, action: str, codes: set[int], said: str) -> 
 )
 def test_two_nodes(tmp_path: Path, action: str) -> None:
     nodes = ("launch.nodes=2", f"launch.rendezvous=localhost:{free_port()}", "launch.processes=1")
-    with opened(tmp_path, *nodes, STUB=action) as one, opened(tmp_path, *nodes, STUB=action) as two:
+    with (
+        launched(tmp_path, *nodes, STUB=action) as one,
+        launched(tmp_path, *nodes, STUB=action) as two,
+    ):
         if action == "train":
             wait_for_training(tmp_path / "stub", 2)
             # Ranks agree on stopping in a real run; here both nodes are asked.
@@ -261,9 +248,9 @@ def test_asked_to_stop_while_the_group_forms_anew(tmp_path: Path) -> None:
         with socket.socket() as client:
             return client.connect_ex(("localhost", port)) == 0
 
-    with opened(tmp_path, *nodes, waiting, STUB="train") as one:
+    with launched(tmp_path, *nodes, waiting, STUB="train") as one:
         wait_until(answers, "the rendezvous, which shall be there")
-        with opened(tmp_path, *nodes, waiting, STUB="train"):
+        with launched(tmp_path, *nodes, waiting, STUB="train"):
             workers = wait_for_training(tmp_path / "stub", 2)
         for worker in workers:
             with suppress(ProcessLookupError):  # the other node's has ended with it

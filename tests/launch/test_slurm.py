@@ -18,7 +18,7 @@ from lockstep.launch.slurm import render
 from lockstep.telemetry.compare import compare_runs
 from tests.conftest import REPOSITORY, clean_environment
 from tests.launch.slurm_cluster import cluster, missing, slurm
-from tests.launch.test_sweep import column, no_step_twice, opened
+from tests.launch.test_sweep import column, no_step_twice, sweeping
 from tests.runs import configure, plan_of, records, train_one_rank
 
 PATIENCE_SECONDS = 120
@@ -169,7 +169,7 @@ def test_a_sweep_by_submitit_is_preempted_and_requeued(nodes: Cluster, tmp_path:
         "seed=1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=1",
         "hydra.launcher.partition=all",
     )  # fmt: skip
-    with opened(tmp_path, *words, STUB="wait:1", **nodes) as process:
+    with sweeping(tmp_path, *words, STUB="wait:1", **nodes) as process:
 
         def told() -> str:
             logs = (tmp_path / ".sweep/.submitit").glob("**/*_0_log.*")

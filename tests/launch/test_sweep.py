@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +23,18 @@ from lockstep.errors import UserError
 from lockstep.launch.sweep import Sweep
 from lockstep.launch.sweep.ledger import Entry
 from lockstep.launch.sweep.report import write_reports
-from tests.conftest import REPOSITORY, clean_environment
+from tests.conftest import PATIENCE_SECONDS, opened, wait_until
 from tests.launch.sweep_door import main as door
 
 DOOR = Path(__file__).with_name("sweep_door.py")
-PATIENCE_SECONDS = 60
 
-Process = subprocess.Popen[str]
 Command = Callable[..., tuple[int, str]]
 
 
-@contextmanager
-def opened(root: Path, *words: str, **env: str) -> Iterator[Process]:
-    process = subprocess.Popen(
-        [sys.executable, str(DOOR), "-m", f"run.root={root}", "device=cpu", *words],
-        cwd=REPOSITORY,
-        env=clean_environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def sweeping(root: Path, *words: str, **env: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """The command, running."""
+    here = (f"run.root={root}", "device=cpu")
+    return opened(sys.executable, DOOR, "-m", *here, *words, **env)
 
 
 @pytest.fixture
@@ -67,13 +53,6 @@ def sweep(
     with monkeypatch.context() as here:
         here.setattr(train, "Sweep", train.Sweep)  # put back at the end
         yield run
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
 
 
 def rows(root: Path) -> list[dict[str, str]]:
@@ -105,7 +84,7 @@ def test_a_sweep_killed_in_the_middle_is_completed_by_the_same_command(
     tmp_path: Path, sweep: Command
 ) -> None:
     words = ("seed=range(1,9)", "sweep.jobs=2")
-    with opened(tmp_path, *words, STUB="wait:4") as process:
+    with sweeping(tmp_path, *words, STUB="wait:4") as process:
         wait_until(lambda: len(list(tmp_path.glob("*/DONE"))) >= 4, "some jobs")
         wait_until(lambda: list(tmp_path.glob("*/waiting")), "the one that is to be killed")
         process.kill()
@@ -168,9 +147,9 @@ def test_each_job_has_gpus_of_its_own(tmp_path: Path, sweep: Command) -> None:
 
 def test_two_sweeps_at_the_same_time_share_the_jobs(tmp_path: Path) -> None:
     words = ("seed=range(1,5)", "sweep.jobs=2")
-    with opened(tmp_path, *words, STUB="wait:1") as one:
+    with sweeping(tmp_path, *words, STUB="wait:1") as one:
         wait_until(lambda: list(tmp_path.glob("*/waiting")), "the first sweep")
-        with opened(tmp_path, *words) as two:
+        with sweeping(tmp_path, *words) as two:
             assert two.stderr is not None
             assert any("another sweep has it" in line for line in two.stderr)
             (tmp_path / "go").touch()
@@ -186,7 +165,7 @@ def test_a_request_to_stop_reaches_all_jobs_and_starts_no_other(
     tmp_path: Path, sweep: Command
 ) -> None:
     words = ("seed=range(1,6)", "sweep.jobs=2")
-    with opened(tmp_path, *words, STUB="wait:2") as process:
+    with sweeping(tmp_path, *words, STUB="wait:2") as process:
         wait_until(lambda: list(tmp_path.glob("*/waiting")), "the jobs")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
@@ -222,7 +201,7 @@ def test_joblib_starts_the_jobs(tmp_path: Path, sweep: Command) -> None:
 def test_a_process_of_joblib_passes_on_a_request_to_stop(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     words = ("seed=1,2,3,4", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    with opened(tmp_path, *words, STUB="wait:2") as process:
+    with sweeping(tmp_path, *words, STUB="wait:2") as process:
         wait_until(lambda: list(tmp_path.glob("*/waiting")), "the jobs")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
