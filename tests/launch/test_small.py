@@ -22,13 +22,15 @@ from tests.conftest import clean_environment
 
 @pytest.mark.parametrize("resume, words", [("auto", ""), ("never", " without resume=never")])
 def test_what_the_same_command_would_do(tmp_path: Path, resume: str, words: str) -> None:
-    config, run_dir = Config.model_construct(resume=resume), tmp_path / "run"
+    config, run_dir = Config.model_construct(resume=resume, stop_at=4), tmp_path / "run"
     assert again(run_dir, config) == "nothing was saved yet: the same command starts anew"
     (run_dir / "checkpoints/step-3").mkdir(parents=True)
     (run_dir / "config.yaml").touch()
     assert again(run_dir, config) == f"nothing was saved yet: the same command{words} starts anew"
     commit(run_dir / "checkpoints/step-3", Manifest(step=3, metric=None, meta={}, files={}))
     assert again(run_dir, config) == f"the same command{words} goes on from {run_dir}"
+    config = Config.model_construct(resume="auto", stop_at=3)
+    assert again(run_dir, config) == f"the same command without stop_at goes on from {run_dir}"
 
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda s: s.name)

@@ -87,10 +87,15 @@ def finished(run_dir: Path, config: Config) -> dict[str, Any] | None:
 
 def again(run_dir: Path, config: Config) -> str:
     """What the same command would do now, where a run has ended before its time."""
-    begun = config.resume == "never" and (run_dir / "config.yaml").exists()
-    command = "the same command" + (" without resume=never" if begun else "")
     checkpoints = run_dir / "checkpoints"
-    if cut_off(checkpoints) or any(is_committed(f) for _, f in step_folders(checkpoints)):
+    steps = [step for step, folder in step_folders(checkpoints) if is_committed(folder)]
+    in_the_way = {
+        "resume=never": config.resume == "never" and (run_dir / "config.yaml").exists(),
+        "stop_at": config.stop_at is not None and max(steps, default=0) >= config.stop_at,
+    }
+    without = " and ".join(word for word, is_so in in_the_way.items() if is_so)
+    command = "the same command" + (f" without {without}" if without else "")
+    if steps or cut_off(checkpoints):
         return f"{command} goes on from {run_dir}"
     return f"nothing was saved yet: {command} starts anew"
 
