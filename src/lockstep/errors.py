@@ -27,6 +27,13 @@ class Stopped(Exception):
     """The run was asked to stop, saved its state and can be resumed (:data:`EXIT_STOPPED`)."""
 
 
+class NotBegun(BaseException):
+    """The run was asked to stop before it trained.
+
+    No Exception: libraries that are being imported would take it for the lack of another one.
+    """
+
+
 class Regroup(Stopped):
     """Saved everything in order to go on in a group of other size."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.checkpoint.manifest import Manifest, commit
 from lockstep.config.schema import Config, Nccl
-from lockstep.errors import Stopped, UserError
+from lockstep.errors import NotBegun, Stopped, UserError
 from lockstep.launch import nccl
 from lockstep.launch.folder import again, run_lock
 from lockstep.launch.report import Report, clear_reports, read_reports
@@ -37,7 +37,7 @@ def test_what_the_same_command_would_do(tmp_path: Path, resume: str, words: str)
 def test_stop_flag_listens_from_the_first_reading_on(signum: signal.Signals) -> None:
     before = [signal.getsignal(s) for s in STOP_SIGNALS]
     with handling(refuse_to_start), StopFlag(last_chance=False) as stop:
-        with pytest.raises(Stopped, match=signum.name):
+        with pytest.raises(NotBegun, match=signum.name):
             signal.raise_signal(signum)
         assert stop.requested is None
         signal.raise_signal(signum)
@@ -89,6 +89,7 @@ def test_reports_put_the_cause_first(tmp_path: Path) -> None:
         Report.of(error, rank).write(tmp_path)
     found = read_reports(tmp_path)
     assert [(r.rank, r.kind) for r in found] == [(1, "crash"), (2, "stopped"), (0, "crash")]
+    assert Report.of(NotBegun("asked"), 3).kind == "stopped"
     assert "ValueError: the cause" in found[0].traceback
     clear_reports(tmp_path, [0])
     assert [r.rank for r in read_reports(tmp_path)] == [1, 2]
@@ -99,7 +100,7 @@ def test_reports_put_the_cause_first(tmp_path: Path) -> None:
 
 def test_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from lockstep.launch.folder import again, run_lock\n"
+        "import sys, time; from pathlib import Path; from lockstep.launch.folder import run_lock\n"
         "with run_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(

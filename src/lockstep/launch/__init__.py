@@ -19,6 +19,7 @@ from lockstep.errors import (
     EXIT_OK,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
+    NotBegun,
     Stopped,
     UserError,
 )
@@ -44,7 +45,7 @@ def launch(config: Config, name: str, *, worker: str = WORKER, plan: Plan | None
         except UserError as exc:
             say(f"error: {exc}")
             return EXIT_USER_ERROR
-        except Stopped as exc:
+        except (Stopped, NotBegun) as exc:
             from lockstep.launch.folder import again
 
             say(f"{exc}\n{again(Path(config.run.root) / name, config)}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.durable import atomic_write
-from lockstep.errors import Regroup, Stopped, UserError
+from lockstep.errors import NotBegun, Regroup, Stopped, UserError
 
 _LOST_PEER = re.compile(
     r"Connection (closed|reset)|Broken pipe|connection (was|is) (closed|aborted)|remote process"
@@ -41,7 +41,7 @@ class Report:
         kind: Kind = "crash"
         if isinstance(error, UserError):
             kind = "user"
-        elif isinstance(error, Stopped):
+        elif isinstance(error, Stopped | NotBegun):
             kind = "regroup" if isinstance(error, Regroup) else "stopped"
         text = "".join(traceback.format_exception(error))
         return cls(rank, kind, str(error) or type(error).__name__, text, time.time())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from lockstep.errors import Stopped
+from lockstep.errors import NotBegun
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What asks a run to save and stop: schedulers (SIGTERM, SIGUSR1) and Ctrl-C."""
@@ -88,5 +88,5 @@ def handling(handler: Handler) -> Iterator[dict[int, Any]]:
 
 
 def refuse_to_start(signum: int, _frame: FrameType | None) -> None:
-    """Handler for the time before training."""
-    raise Stopped(f"asked to stop ({signal.Signals(signum).name}) before training began")
+    """Handler for the time before training. Raises NotBegun."""
+    raise NotBegun(f"asked to stop ({signal.Signals(signum).name}) before training began")
