@@ -279,8 +279,8 @@ def pack(args: argparse.Namespace) -> int:
         if bad := split.undecodable:
             named = some(f"{visible(name)} ({visible(why)})" for name, why in bad.items())
             print(
-                f"{split.split}: {len(bad):,} of them cannot be decoded, their headers say: {named}; "
-                "a run stops there, or leaves them out with data.on_error=skip"
+                f"{split.split}: {len(bad):,} of them cannot be decoded, their headers say: {named};"
+                " a run stops there, or leaves them out with data.on_error=skip"
             )
     print(f"train with: python train.py data=folder data.source=packed {data_root(args.out)}")
     return EXIT_OK

@@ -34,9 +34,8 @@ NOT_LAW = (
 """Keys that say where, when or how fast, but not what is computed (patterns)."""
 
 ONCE_LAW = {"data.on_error": "stop"}
-"""Keys that belonged to the law when runs were saved, and what counts as their value now, so that
-names stay. An image that cannot be read ends a run or is left out: what both go on to compute is the
-same."""
+"""Keys that were law when runs were saved, and what counts as their value now, so that names stay.
+An image that cannot be read ends a run or is left out of it: runs that go on compute the same."""
 
 LAW_ALL_THE_SAME = ("strategy.sync_batchnorm",)
 """Exceptions from :data:`NOT_LAW`: what they change is the result."""

@@ -402,16 +402,16 @@ class Config(Section):
     stop_at: PositiveInt | None = Field(description="save and stop after this step, to be resumed")
     plan: bool = Field(description="print the plan and exit")
     resume: str = Field(
-        description="auto: go on with what the run's folder holds; never: refuse a folder that holds "
-        "a run; or the path of a run or checkpoint folder to go on from"
+        description="auto: go on with what the run's folder holds; never: refuse a folder that "
+        "holds a run; or the path of a run or checkpoint folder to go on from"
     )
     deterministic: bool = Field(
         description="bit for bit the same on the same hardware, for the price of speed; without "
         "it, GPU sums differ in their last bits from run to run"
     )
     compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
-        description="off; default: torch.compile; graphs: and each forward and backward pass recorded as "
-        "one CUDA graph (one GPU); max: and kernels chosen by trial, which takes minutes; auto: "
+        description="off; default: torch.compile; graphs: and each forward and backward pass "
+        "recorded as one CUDA graph (one GPU); max: and kernels chosen by trial, which takes minutes; auto: "
         "graphs or default on a GPU, for runs of 1,000 steps and more"
     )
     run: Run

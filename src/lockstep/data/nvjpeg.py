@@ -37,7 +37,7 @@ _LEAST_SHARE = 1 / 3
 """Less does not pay: feeding the engines takes from the cores, and from the training's launches."""
 _MOST_SHARE = 1 / 2
 """More does not either: the engines do better with cores that only feed them. An H200 beside four
-workers trained on 2,525 images/s with a share of 58 %, on 3,322 with all (docs/results/feed_gpu.md)."""
+workers trained on 2,525 images/s with 58 %, on 3,322 with all (docs/results/feed_gpu.md)."""
 
 
 class NvJpegError(Exception):

@@ -152,7 +152,7 @@ class FolderSource:
         return source
 
     def refuse(self, classes: Sequence[str] | None) -> None:
-        """Raise UserError where a class is empty, or there are too few, or others than ``classes``."""
+        """Raise UserError where a class is empty, or there are too few, or not ``classes``."""
         root, split = self.folder.parent, self.folder.name
         check_classes(root, split, self.classes, classes)
         counts = np.bincount(self.targets, minlength=len(self.classes))
