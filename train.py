@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from lockstep.config.bind import bind, run_name
 from lockstep.config.cli import Command, disarm_hydra, explain, help_text, read_command, wants_help
-from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, Stopped
+from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, NotBegun, Stopped
 from lockstep.launch import launch
 from lockstep.launch.env import say
 from lockstep.launch.signals import handling
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         return run(read_command(argv))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, NotBegun):
         return EXIT_STOPPED
     except Exception as exc:
         message = explain(exc, CONF)

@@ -160,7 +160,8 @@ def show_verify(weights: Path | None, data: Path | None, device: str, tolerance:
 
     weights, data = (path and path.absolute() for path in (weights, data))
     with suppress(UserError):  # weights may lie outside of any repository
-        os.chdir(Repository.find(Path.cwd()).root)  # where their data.root begins
+        beside = Path.cwd() if weights is None else weights.parent
+        os.chdir(Repository.find(beside).root)  # where their data.root begins
     verdict = verify(weights or Path(WEIGHTS), data=data, device=device)
     for note in verdict.now.notes:
         print(note, file=sys.stderr)

@@ -99,12 +99,10 @@ class Recycled:
 def garbage_when_told() -> Iterator[None]:
     """Within, Python looks for cyclic garbage when ``gc.collect`` is called, and never by itself.
 
-    By itself it would in the middle of a step, on each rank in another one, and all would wait. What
-    is there already (modules, the model) is not looked at any more.
+    By itself it would in the middle of a step, on each rank in another one, and all would wait.
     """
     was_enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
+    keep_all()
     gc.disable()
     try:
         yield
@@ -112,3 +110,9 @@ def garbage_when_told() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+def keep_all() -> None:
+    """Not look any more at what is there now (modules, the model): looking then takes no time."""
+    gc.collect()
+    gc.freeze()

@@ -464,6 +464,12 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
             id="hsdp that shards nothing",
         ),
         pytest.param(
+            ["strategy=fsdp", "strategy.reduce=after"],
+            {"machine": EIGHT},
+            "strategy.reduce = after needs strategy=ddp, not fsdp",
+            id="reduction after nobody's pass",
+        ),
+        pytest.param(
             ["strategy=ddp", "strategy.cpu_offload=true"],
             {},
             "strategy.cpu_offload = true needs strategy=fsdp, not ddp",
@@ -499,19 +505,19 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
         pytest.param(
             ["compile=graphs", "strategy=ddp", "strategy.reduce=backward"],
             {"machine": EIGHT},
-            "cannot be recorded; use strategy.reduce=after or compile=default",
+            "cannot be recorded; use strategy.reduce=after, or compile=default",
             id="gradients sent in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=ddp", "strategy.sync_batchnorm=true"],
             {"machine": EIGHT, "model": BATCHNORM},
-            "cannot be recorded; use strategy.sync_batchnorm=false or compile=default",
+            "cannot be recorded; use strategy.sync_batchnorm=false, or compile=default",
             id="statistics sent in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=fsdp"],
             {"machine": EIGHT},
-            "cannot be recorded; use strategy=ddp or compile=default",
+            "cannot be recorded; use strategy=ddp, or compile=default",
             id="parameters sent in a recorded pass",
         ),
         pytest.param(
@@ -706,8 +712,8 @@ def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> 
         ),
         pytest.param(
             ["strategy.sync_batchnorm=true", "strategy.reduce=after"],
-            *(gpus(8, 80), "default", "after", False),
-            id="statistics",
+            *(gpus(8, 80), "graphs", "after", True),
+            id="no statistics to be sent",
         ),
         pytest.param(["strategy=fsdp"], gpus(8, 80), "default", "backward", False, id="fsdp"),
     ],

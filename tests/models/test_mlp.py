@@ -110,7 +110,7 @@ def test_networks(
             output = network(images).float()
         output.square().sum().backward()
         results.append([p.grad for p in network.parameters()])
-    assert used == [] if compiled else [torch.bfloat16] * 2
+    assert used == ([] if compiled else [torch.bfloat16] * 2)
     for a, b in zip(*results, strict=True):
         assert a is not None and b is not None
         assert float((b - a).norm()) < 0.05 * float(a.norm()) + 1e-3

@@ -34,7 +34,8 @@ NOT_LAW = (
 """Keys that say where, when or how fast, but not what is computed (patterns)."""
 
 ONCE_LAW = {"data.on_error": "stop"}
-"""Keys that were law when runs were saved, and what counts as their value now, so that names stay.
+"""Keys that were law when runs were saved, and what counts as their value now, so that names with it
+stay (of other runs, run.name=OLD finds the folder).
 An image that cannot be read ends a run or is left out of it: runs that go on compute the same."""
 
 LAW_ALL_THE_SAME = ("strategy.sync_batchnorm",)

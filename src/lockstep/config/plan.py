@@ -151,8 +151,8 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     strategy = layout.strategy
     _check_strategy(config, device, strategy, world, model, problems, notes)
     after = _reduces_after(config, device, strategy)
-    whole_pass = strategy == "single" or (after and not config.strategy.sync_batchnorm)
-    _check_speed(config, device, strategy, problems, whole_pass=whole_pass)
+    instead = _without_sends(config, strategy, model, after=after)
+    _check_speed(config, device, strategy, problems, instead)
     _check_data(config, data, device, problems)
 
     batch = config.batch
@@ -203,7 +203,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         problems += [problem] if problem else []
     if problems:
         raise UserError("\n".join(problems))
-    recordable = _recordable(config, device, whole_pass=whole_pass)
+    recordable = _recordable(config, device, whole_pass=not instead)
     mode = resolve_compile(
         config,
         device,
@@ -318,6 +318,19 @@ def _reduces_after(config: Config, device: str, strategy: str) -> bool:
     if strategy != "ddp" or asked == "backward":
         return False
     return asked == "after" or (device == "cuda" and config.compile == "graphs")
+
+
+def _without_sends(config: Config, strategy: str, model: ModelFacts, *, after: bool) -> list[str]:
+    """What to change so that nothing is sent to other GPUs within a pass; empty: nothing is."""
+    if strategy == "single":
+        return []
+    if strategy != "ddp":
+        return ["strategy=ddp"]
+    changes = {
+        "strategy.reduce=after": not after,
+        "strategy.sync_batchnorm=false": config.strategy.sync_batchnorm and model.has_batchnorm,
+    }
+    return [word for word, needed in changes.items() if needed]
 
 
 def _recordable(config: Config, device: str, *, whole_pass: bool) -> bool:
@@ -456,6 +469,8 @@ def _check_strategy(
             "values would change with the shards, and the run with them: use strategy=ddp or "
             "single, or optimizer=adamw, whose state is sharded"
         )
+    if s.reduce != "auto" and strategy != "ddp":
+        problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
     if s.meta_init and strategy not in ("fsdp", "hsdp"):
         problems.append(f"strategy.meta_init = true needs strategy=fsdp, not {strategy}")
     if s.sync_batchnorm and not model.has_batchnorm:
@@ -486,17 +501,15 @@ def _check_strategy(
 
 
 def _check_speed(
-    config: Config, device: str, strategy: str, problems: list[str], *, whole_pass: bool
+    config: Config, device: str, strategy: str, problems: list[str], without_sends: list[str]
 ) -> None:
     graphs = f"compile = {config.compile}"
     if config.compile == "graphs" and device != "cuda":
         problems.append(f"{graphs} needs a GPU, and device is {device}: use compile=default")
-    elif config.compile == "graphs" and not whole_pass:
-        sends = "strategy.sync_batchnorm=false" if config.strategy.sync_batchnorm else ""
-        instead = sends or "strategy.reduce=after" if strategy == "ddp" else "strategy=ddp"
+    elif config.compile == "graphs" and without_sends:
         problems.append(
             f"{graphs} with strategy={strategy}: what is sent between GPUs within a pass cannot be "
-            f"recorded; use {instead} or compile=default"
+            f"recorded; use {' and '.join(without_sends)}, or compile=default"
         )
     elif config.compile == "graphs" and config.model.activation_checkpointing:
         problems.append(

@@ -411,7 +411,7 @@ class Config(Section):
     )
     compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
         description="off; default: torch.compile; graphs: and each forward and backward pass "
-        "recorded as one CUDA graph (one GPU); max: and kernels chosen by trial, which takes minutes; auto: "
+        "recorded as one CUDA graph (one GPU; several with strategy=ddp); max: and kernels chosen by trial, which takes minutes; auto: "
         "graphs or default on a GPU, for runs of 1,000 steps and more"
     )
     run: Run

@@ -93,8 +93,9 @@ def decode(data: bytes, *, exif_rotate: bool) -> np.ndarray:
 
 def check_header(data: bytes) -> None:
     """Raise DecodeError where a file's header shows already that :func:`decode` will."""
-    with _opened(data):
-        pass
+    if not _is_simple_jpeg(data, exif_rotate=False):
+        with _opened(data):
+            pass
 
 
 @contextmanager

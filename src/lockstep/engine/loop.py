@@ -32,7 +32,7 @@ from lockstep.engine.record import Recorder
 from lockstep.engine.state import Progress, TrainState
 from lockstep.engine.step import StepSums, micro_step, update
 from lockstep.errors import Regroup, Stopped, UserError
-from lockstep.memory import garbage_when_told
+from lockstep.memory import garbage_when_told, keep_all
 from lockstep.metrics import EvalResult
 from lockstep.optim.schedule import learning_rate
 from lockstep.strategy.base import Strategy
@@ -41,9 +41,7 @@ from lockstep.telemetry.phases import Phases
 
 _LONG_WAIT_SECONDS = 1.0
 """For a disk, that a user should be told about."""
-_GARBAGE_STEPS = 50
-_YOUNG = 1
-"""Python's generations that are looked at between steps; all are before an evaluation."""
+_GARBAGE_STEPS = 100
 
 
 class StopRequest(Protocol):
@@ -104,10 +102,11 @@ def fit(t: Training) -> dict[str, EvalResult]:
                 if began is not None:
                     tell_compiling(t, began)
                     began = None
+                    keep_all()  # what compiling has left
                 if t.store.wants_memory:
                     t.store.reserve(t.state.tensors())  # not before the optimiser has its state
                 if t.state.progress.step % _GARBAGE_STEPS == 0:
-                    gc.collect(_YOUNG)
+                    gc.collect()
                 pause(t, recorder)
     t.store.wait()
     if not t.results:
@@ -248,7 +247,6 @@ def run_evaluation(t: Training) -> bool:
         False if a request to stop has interrupted it; nothing is told then.
     """
     progress = t.state.progress
-    gc.collect()
     try:
         _evaluate_all(t)
     except Interrupted:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -333,7 +334,7 @@ def meet(launch: Launch, *, run_id: str) -> Any:
 def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
     """Tell the user once how the run ended; returns the exit code."""
     reports = read_reports(job.logs, agent.started)
-    then = again(job.run_dir, job.config)
+    then = partial(again, job.run_dir, job.config)
     stopped = next((r for r in reports if r.kind in ("stopped", "regroup")), None)
     failures = [r for r in reports if r.kind in ("user", "crash")]
     if result is not None and not result.is_failed():
@@ -342,19 +343,19 @@ def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
         if stopped is None:
             say("the workers ended without a word and without finishing; is the disk full?")
             return EXIT_FAILURE
-        say(f"{stopped.message}\n{then}")
+        say(f"{stopped.message}\n{then()}")
         return EXIT_STOPPED
     if agent.stop_signal is not None and not failures:
         if agent.killed:
             say(
                 f"stopped by {agent.stop_signal.name} without saving: the workers took longer than "
                 f"launch.grace_seconds = {job.config.launch.grace_seconds:g}, or were killed by a "
-                f"second Ctrl-C; {then}"
+                f"second Ctrl-C; {then()}"
             )
             return EXIT_FAILURE
         if (job.run_dir / DONE).exists():
             return EXIT_OK
-        say(f"stopped by {agent.stop_signal.name}; {then}")
+        say(f"stopped by {agent.stop_signal.name}; {then()}")
         return EXIT_STOPPED
     first = failures[0] if failures else None
     if first is not None and first.kind == "user":
@@ -364,7 +365,7 @@ def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
         say(agent.gave_up)
     if agent.hang is not None:
         say(f"{agent.hang}\nwhere its threads were: {stack_path(job.logs, 0).with_name('stack-*')}")
-        say(then)
+        say(then())
         return EXIT_FAILURE
     silent = silent_ranks(reports, result, agent.killed)
     if silent and (first is None or first.lost_peer):
@@ -376,7 +377,7 @@ def verdict(job: Job, agent: Agent, result: RunResult | None) -> int:
         say(f"rank {first.rank} failed:\n{first.traceback}{where}")
     else:
         say("the workers ended without a word")
-    say(then)
+    say(then())
     return EXIT_FAILURE
 
 

@@ -12,7 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.manifest import check_law, cut_off, is_committed, step_folders
+from lockstep.checkpoint.manifest import (
+    check_law,
+    cut_off,
+    is_committed,
+    read_manifest,
+    step_folders,
+)
 from lockstep.config.bind import law, load_config, save_config
 from lockstep.config.plan import Plan
 from lockstep.config.schema import Config
@@ -89,15 +95,17 @@ def again(run_dir: Path, config: Config) -> str:
     """What the same command would do now, where a run has ended before its time."""
     checkpoints = run_dir / "checkpoints"
     steps = [step for step, folder in step_folders(checkpoints) if is_committed(folder)]
+    steps += [read_manifest(path).step for path, _ in cut_off(checkpoints)]
     in_the_way = {
         "resume=never": config.resume == "never" and (run_dir / "config.yaml").exists(),
         "stop_at": config.stop_at is not None and max(steps, default=0) >= config.stop_at,
     }
     without = " and ".join(word for word, is_so in in_the_way.items() if is_so)
     command = "the same command" + (f" without {without}" if without else "")
-    if steps or cut_off(checkpoints):
+    if steps:
         return f"{command} goes on from {run_dir}"
-    return f"nothing was saved yet: {command} starts anew"
+    begins = "anew" if config.resume in ("auto", "never") else f"from {config.resume} again"
+    return f"nothing was saved yet: {command} starts {begins}"
 
 
 def trained_on(run_dir: Path) -> str | None:

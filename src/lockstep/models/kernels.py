@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def moments_kernel(
     x, out, rows, channels, chunk, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TIMES: tl.constexpr
 ):
@@ -48,7 +48,7 @@ def moments_kernel(
     tl.store(out + channels, tl.maximum(square - total * total / number, 0), mask=is_channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def gradient_sums_kernel(
     gradient,
     x,
@@ -177,7 +177,7 @@ def max_pool_backward_kernel(
     tl.store(to + (width + 1) * channels, value, mask=two_wide & two_high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def gelu_backward_kernel(
     gradient,
     x,
@@ -223,7 +223,7 @@ def gelu_backward_kernel(
             series = square * 0 + SERIES[0]
             for k in tl.static_range(1, len(SERIES)):
                 series = series * square + SERIES[k]
-            below = tl.minimum(tl.maximum(0.5 + near * series, 0.0), 1.0)
+            below = tl.where(value > -LIMIT, tl.where(value < LIMIT, 0.5 + near * series, 1.0), 0.0)
             # exp2, which the GPU has as one instruction.
             density = 0.3989422804014327 * tl.exp2(value * value * -0.7213475204444817)
             flow *= below + value * density

@@ -23,6 +23,8 @@ _PROGRAMS = 1056
 ROWS, CHANNELS, TIMES = 16, 64, 4
 """Of a program: values that are read at once, and how often before they are added."""
 _POOL_BLOCK = 1024
+ALIGNED_CHANNELS = 16
+"""Kernels would read the values of others one by one."""
 
 
 class FastBatchNorm(nn.BatchNorm2d):
@@ -86,7 +88,8 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _has_everything(layer: nn.BatchNorm2d) -> bool:
-    return layer.affine and layer.track_running_stats and layer.momentum is not None
+    usual = layer.affine and layer.track_running_stats and layer.momentum is not None
+    return usual and layer.num_features % ALIGNED_CHANNELS == 0
 
 
 def _adds_at_most_relu(layer: BatchNormAct2d) -> bool:
@@ -209,8 +212,8 @@ def _result(of_function: Any) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[n, c, h, w] as [n h w, c]; no copy where channels lie last."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+    """[n, c, h, w] as contiguous [n h w, c]; no copy where channels lie last."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).contiguous()
 
 
 def num_parts(channels: int) -> int:
@@ -397,7 +400,7 @@ def max_pool_backward(gradient: torch.Tensor, places: torch.Tensor, h: int, w: i
 
 @max_pool_backward.register_fake
 def _(gradient: torch.Tensor, places: torch.Tensor, h: int, w: int) -> torch.Tensor:
-    return gradient.new_empty((len(gradient), h, w, gradient.shape[3]))
+    return gradient.new_empty((gradient.shape[0], h, w, gradient.shape[3]))
 
 
 @max_pool_backward.register_kernel("cpu")

@@ -20,8 +20,8 @@ class Strategy(ABC):
     """One way of sharing an optimiser step.
 
     The engine calls ``prepare`` once, then for each micro-batch a forward and a backward pass
-    within ``micro_batch(last=...)``. Gradients are averaged over ranks by every implementation, so
-    the engine multiplies the loss by ``loss_factor`` to get their sum: with per-sample losses
+    within ``micro_batch(last=...)``. What averages gradients over ranks is undone: the engine
+    multiplies the loss by ``loss_factor`` to get their sum: with per-sample losses
     divided by the global count, that sum is the exact gradient whatever the slices.
     """
 
@@ -62,7 +62,7 @@ class Strategy(ABC):
         return nullcontext()
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027
-        """Average over ranks what the backward passes have left to this moment. All ranks enter here."""
+        """Reduce over ranks what the backward passes have left to this moment. All ranks enter here."""
 
     def after_evaluation(self) -> None:  # noqa: B027 - most have nothing to undo
         """Undo what forward passes without a backward pass leave behind."""

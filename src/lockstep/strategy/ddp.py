@@ -3,7 +3,7 @@
 ``reduce=backward`` is torch's DistributedDataParallel, which sends a bucket of gradients while the
 backward pass makes the next. It splits what a compiler may fuse at each bucket, and a pass with
 sends in it cannot be recorded. ``reduce=after`` keeps the pass whole and sends all gradients at its
-end: over NVLink that takes a hundredth of a step.
+end, when nothing is left to hide that behind: for links that are quick beside the step.
 """
 
 from __future__ import annotations
