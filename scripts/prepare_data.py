@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -252,6 +251,7 @@ def ranked(counts: dict[str, int], place: float) -> str:
 
 def pack(args: argparse.Namespace) -> int:
     """Pack train and val, or go on with it; how to use it is the last line."""
+    from lockstep.config.cli import quoted
     from lockstep.data.pack import pack as pack_splits
 
     with PackingLine() as line:
@@ -282,16 +282,9 @@ def pack(args: argparse.Namespace) -> int:
                 f"{split.split}: {len(bad):,} of them cannot be decoded, their headers say: {named};"
                 " a run stops there, or leaves them out with data.on_error=skip"
             )
-    print(f"train with: python train.py data=folder data.source=packed {data_root(args.out)}")
+    root = shlex.quote(f"data.root={quoted(str(args.out))}")
+    print(f"train with: python train.py data=folder data.source=packed {root}")
     return EXIT_OK
-
-
-def data_root(folder: Path) -> str:
-    """``data.root=FOLDER``, quoted for Hydra and the shell where the name needs it."""
-    name = str(folder)
-    if not re.fullmatch(r"[\w/.+-]+", name):
-        name = "'" + name.replace("'", r"\'") + "'"
-    return shlex.quote(f"data.root={name}")
 
 
 class PackingLine:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.cli import HYDRA, groups, help_text, read_command, wants_help
+from lockstep.config.cli import HYDRA, groups, help_text, quoted, read_command, wants_help
 from lockstep.errors import UserError
 from tests.conftest import REPOSITORY
+from tests.runs import configure
 
 CONF = REPOSITORY / "conf"
 
@@ -80,3 +81,25 @@ def test_swept_overrides_are_those_that_vary() -> None:
     job = ["strategy=ddp", "plan=True", "++model.kwargs.depth=2"]
     assert command.swept(job) == ["strategy=ddp", "++model.kwargs.depth=2"]
     assert command.swept(["from_the_sweeper=1"]) == ["from_the_sweeper=1"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a/b-1.0+c_2",
+        "",
+        "it's a, b=c",
+        "${model.name}",
+        "a\\",
+        "a\\'b",
+        "[1]",
+        "null",
+        ".5",
+        "../x",
+        "1e3",
+        "über",
+    ],
+)
+def test_quoted_is_read_as_it_was_written(name: str) -> None:
+    value = quoted(name)
+    assert configure("data=folder", f"data.root={value}").data.root == name

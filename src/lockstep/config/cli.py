@@ -164,6 +164,16 @@ def disarm_hydra(sweep_begins: Callable[[DictConfig], None]) -> None:
     hydra_internals.Callbacks = _NoCallbacks  # type: ignore[attr-defined]
 
 
+def quoted(value: str) -> str:
+    """A text as a value on the command line of train.py (the shell may want quotes of its own)."""
+    is_word = re.fullmatch(r"(\.{0,2}/)?[A-Za-z_][A-Za-z0-9_./+-]*", value)
+    if is_word and value.lower() not in ("null", "true", "false", "nan", "inf"):
+        return value
+    # A backslash is one, but before a quote; what begins like an interpolation is none.
+    value = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", r"\'").replace("${", r"\${")
+    return f"'{value}'"
+
+
 def wants_help(argv: Sequence[str]) -> bool:
     """Whether our own help is asked for."""
     return "--help" in argv or "-h" in argv

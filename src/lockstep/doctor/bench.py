@@ -26,7 +26,7 @@ from hydra import compose, initialize_config_dir
 from lockstep import __version__
 from lockstep.checkpoint.export import git_revision
 from lockstep.config.bind import bind
-from lockstep.config.cli import explain, read_command
+from lockstep.config.cli import explain, quoted, read_command
 from lockstep.config.plan import DataFacts, ModelFacts, Plan, make_plan
 from lockstep.config.schema import Config, Model
 from lockstep.doctor import case
@@ -180,7 +180,7 @@ def make_case(
     """
     overrides = tuple(read_command(list(overrides)).overrides)
     size = f"batch.global={batch * processes}"
-    real = () if images is None else (*REAL, f"data.root={_quoted(images)}")
+    real = () if images is None else (*REAL, f"data.root={quoted(str(images.resolve()))}")
     told = {_key(word): word for word in (*ALWAYS, *real, size, *words, *overrides)}
     config = _composed(conf, told)
     facts = _facts(config)
@@ -368,11 +368,6 @@ def compare(old: Record, new: Record, tolerance: float) -> tuple[list[str], bool
             if key not in others
         ]
     return lines, slower
-
-
-def _quoted(path: Path) -> str:
-    """As a value in Hydra's grammar."""
-    return "'" + str(path.resolve()).replace("'", "\\'") + "'"
 
 
 def _key(word: str) -> str:
