@@ -114,6 +114,7 @@ def test_a_signal_saves_and_leaves_no_orphan(tmp_path: Path, processes: int, nam
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["grace is over", "second Ctrl-C"])
 def test_workers_that_do_not_stop_are_killed(tmp_path: Path, how: str) -> None:
     grace = 0.5 if how == "grace is over" else 600
@@ -131,6 +132,7 @@ def test_workers_that_do_not_stop_are_killed(tmp_path: Path, how: str) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_killed_agent_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
     with launched(tmp_path, "launch.processes=2", STUB="deaf") as process:
         pids = wait_for_training(tmp_path / "stub", 2)
@@ -216,6 +218,7 @@ def test_joins_srun(tmp_path: Path, action: str, codes: set[int], said: str) -> 
     assert "".join(errors).count("Traceback") == (1 if action == "1:crash" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "action",
     ["meet", "train", "late-crash"],
@@ -239,6 +242,7 @@ def test_two_nodes(tmp_path: Path, action: str) -> None:
         assert '"world_size": 2' in (tmp_path / "stub/DONE").read_text()
 
 
+@pytest.mark.slow
 def test_asked_to_stop_while_the_group_forms_anew(tmp_path: Path) -> None:
     port = free_port()
     nodes = ("launch.nodes=1:2", f"launch.rendezvous=localhost:{port}", "launch.processes=1")
@@ -265,6 +269,7 @@ def test_asked_to_stop_while_the_group_forms_anew(tmp_path: Path) -> None:
     assert not any(alive(worker) for worker in workers)
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_meet(tmp_path: Path) -> None:
     alone = ("launch.nodes=2", f"launch.rendezvous=localhost:{free_port()}")
     code, _, err = run(tmp_path, *alone, "launch.timeout_seconds=2", STUB="nothing")
