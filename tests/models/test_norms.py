@@ -36,11 +36,12 @@ def images(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("relu", [False, True], ids=["alone", "relu"])
 @pytest.mark.parametrize(
-    "shape", [(2, 16, 5, 7), (5, 80, 1, 1), (4, 64, 33, 17), (1, 16, 3, 2)], ids=str
+    "shape", [(2, 16, 5, 7), (5, 80, 1, 1), (4, 64, 33, 17), (1, 16, 6, 5)], ids=str
 )
 def test_batch_norm(
     everywhere: None, shape: tuple[int, ...], relu: bool, dtype: torch.dtype, device: str
 ) -> None:
+    torch.manual_seed(0)
     exact = nn.BatchNorm2d(shape[1], momentum=0.3).to(device)
     nn.init.normal_(exact.weight, 1.0)
     nn.init.normal_(exact.bias)
@@ -56,7 +57,8 @@ def test_batch_norm(
         (both, x),
     ):
         output = network(inputs)
-        flow = torch.linspace(-1, 2, output.numel()).to(dtype).view(shape).to(output)
+        # Of both signs in every channel: their sum times a rounded mean is in all of fp32's results.
+        flow = torch.arange(output.numel()).cos().to(dtype).view(shape).to(output)
         gradients = torch.autograd.grad(output, [x, *network.parameters()], flow)
         results.append([output, *gradients, *network.buffers()])
     assert results[1][0].dtype == dtype
@@ -123,7 +125,7 @@ def test_kernels_are_what_they_stand_for(
 def test_gradients_that_lie_apart(everywhere: None, device: str) -> None:
     """Of a concatenation they are slices, of a sum one number for all."""
     x = images(3, 16, 4, 5, dtype=torch.float32, device=device)
-    flow = torch.linspace(-1, 2, x.numel() * 3, device=device).view(3, 48, 4, 5)
+    flow = torch.arange(x.numel() * 3, device=device).cos().view(3, 48, 4, 5)
     results = []
     for fast in (False, True):
         norm = nn.BatchNorm2d(16).to(device)
@@ -174,7 +176,7 @@ def test_compiled(everywhere: None, device: str) -> None:
         for network in (plain, fast):
             network.zero_grad()
             output = network(x)
-            flow = torch.linspace(-1, 2, output.numel(), device=device).view_as(output)
+            flow = torch.arange(output.numel(), device=device).cos().view_as(output)
             (output * flow).sum().backward()
             results.append([p.grad for p in network.parameters()] + list(network.buffers()))
         for a, b in zip(*results, strict=True):
