@@ -37,7 +37,7 @@ from lockstep.doctor.clock import Effort
 from lockstep.doctor.door import add_effort, fraction, names, positive, save_json, write
 from lockstep.doctor.peers import PEERS
 from lockstep.doctor.profile import table
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -45,11 +45,9 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def main(argv: list[str] | None = None) -> int:
     """Measure or compare; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    try:
-        return run_compare(words[1:]) if words[:1] == ["compare"] else run_bench(words)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(
+        lambda: run_compare(words[1:]) if words[:1] == ["compare"] else run_bench(words)
+    )
 
 
 def run_bench(argv: list[str]) -> int:

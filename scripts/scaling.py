@@ -32,7 +32,7 @@ from lockstep.doctor.scaling import (
     line,
     with_speed_up,
 )
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 from lockstep.launch.prepare import machine
 
 USUAL = ("dp", "ddp", "ddp-after", "fsdp-full", "fsdp-grad_op")
@@ -41,11 +41,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every row, print each when it is there; returns the exit code."""
-    try:
-        return run(parse(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: run(parse(argv)))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,11 +91,15 @@ def decode(data: bytes, *, exif_rotate: bool) -> np.ndarray:
     return np.array(rgb if turn is None else rgb.transpose(turn))  # writable, as torch wants it
 
 
-def check_header(data: bytes) -> None:
-    """Raise DecodeError where a file's header shows already that :func:`decode` will."""
+def header_problem(data: bytes) -> str | None:
+    """Why :func:`decode` will refuse a file, where its header shows that already."""
     if not _is_simple_jpeg(data, exif_rotate=False):
-        with _opened(data):
-            pass
+        try:
+            with _opened(data):
+                pass
+        except DecodeError as error:
+            return str(error)
+    return None
 
 
 @contextmanager

@@ -34,8 +34,8 @@ from lockstep.data.decode import (
     ORIENTATION_TAG,
     TURNS,
     DecodeError,
-    check_header,
     decode,
+    header_problem,
     orientation,
 )
 from lockstep.data.packed import (
@@ -359,19 +359,17 @@ class _Split:
                     "there"
                 ) from error
             return _Image(b"", 0, error.strerror or str(error))
+        if self._recipe.quality is None:
+            # What no run can decode is packed all the same: the run is that of the folder.
+            return _Image(data, zlib.crc32(data), undecodable=header_problem(data))
         try:
-            if self._recipe.quality is None:
-                check_header(data)
-            else:
-                data = reencode(
-                    data,
-                    short_side=self._recipe.short_side,
-                    max_side=self._recipe.max_side,
-                    quality=self._recipe.quality,
-                )
+            data = reencode(
+                data,
+                short_side=self._recipe.short_side,
+                max_side=self._recipe.max_side,
+                quality=self._recipe.quality,
+            )
         except DecodeError as error:
-            if self._recipe.quality is None:  # packed all the same: the run is that of the folder
-                return _Image(data, zlib.crc32(data), undecodable=str(error))
             return _Image(b"", 0, str(error))
         return _Image(data, zlib.crc32(data))
 
