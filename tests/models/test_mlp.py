@@ -14,7 +14,6 @@ from torch import nn
 
 from lockstep.models import mlp
 from lockstep.models.mlp import FastMlp, bias_gelu, gelu_backward, speed_up_mlps
-from lockstep.models.norms import chunk_of, num_parts
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
@@ -55,10 +54,10 @@ def test_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> N
 def test_the_kernel_is_what_it_stands_for() -> None:
     x, flow = torch.randn(2, 25216, 3072, generator=torch.Generator().manual_seed(0))
     bias = torch.linspace(-1, 1, 3072)
-    found = gelu_backward(flow.cuda(), x.cuda(), bias.cuda(), chunk_of(x))
-    for a, b in zip(found, gelu_backward(flow, x, bias, chunk_of(x)), strict=True):
+    found = gelu_backward(flow.cuda(), x.cuda(), bias.cuda(), mlp._TILE.chunk(x))
+    for a, b in zip(found, gelu_backward(flow, x, bias, mlp._TILE.chunk(x)), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-3)
-    assert len(found[1]) == num_parts(3072)
+    assert len(found[1]) == mlp._TILE.parts(3072)
 
 
 class Odd(Mlp):

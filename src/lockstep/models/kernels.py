@@ -14,9 +14,16 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def moments_kernel(
-    x, out, rows, channels, chunk, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TIMES: tl.constexpr
+    x,
+    out,
+    rows,
+    channels,
+    chunk,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TIMES: tl.constexpr,
 ):
-    """Mean and sum of squared distances from it, of a part of the rows.
+    """Sums of a row less the first of all, and of its square, of a part of the rows.
 
     Args:
         x: [rows, channels].
@@ -27,10 +34,8 @@ def moments_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < channels
     count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    near = tl.load(x + channel, mask=is_channel, other=0).to(tl.float32)
     x += part * chunk * channels
-    # Distances from a value of the channel are small: squares of the values themselves would lose
-    # the variance of a channel whose mean is large.
-    near = tl.load(x + channel, mask=is_channel & (count > 0), other=0).to(tl.float32)
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     squares = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
@@ -41,11 +46,9 @@ def moments_kernel(
             value = tl.where(inside, value.to(tl.float32) - near[None, :], 0)
             sums += value
             squares += value * value
-    total, square = tl.sum(sums, 0), tl.sum(squares, 0)
-    number = tl.maximum(count, 1)
     out += part * 2 * channels + channel
-    tl.store(out, near + total / number, mask=is_channel)
-    tl.store(out + channels, tl.maximum(square - total * total / number, 0), mask=is_channel)
+    tl.store(out, tl.sum(sums, 0), mask=is_channel)
+    tl.store(out + channels, tl.sum(squares, 0), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["rows", "chunk"])
@@ -102,13 +105,31 @@ def gradient_sums_kernel(
 
 
 @triton.jit
-def max_pool_kernel(x, out, places, height, width, channels, rows_out, across, BLOCK: tl.constexpr):
-    """Largest of 3 x 3 pixels around every second one: a program a row of a result, ``BLOCK`` values.
+def norm_max_pool_kernel(
+    x,
+    mean,
+    scale,
+    bias,
+    out,
+    places,
+    chosen,
+    height,
+    width,
+    channels,
+    rows_out,
+    across,
+    BLOCK: tl.constexpr,
+):
+    """Largest ReLU((x - mean) scale + bias) of 3 x 3 pixels around every second one.
+
+    A program a row of a result, and ``BLOCK`` values of it.
 
     Args:
         x: [n, height, width, channels].
+        mean, scale, bias: [channels] float32.
         out: [n, rows_out, columns, channels].
-        places: like ``out``, int8: which of the nine it is.
+        places: like ``out``, int8: which of the nine it is, 9 where none is positive.
+        chosen: like ``out``: its x.
         across: columns times channels.
     """
     image = (tl.program_id(0) // rows_out).to(tl.int64)
@@ -116,47 +137,77 @@ def max_pool_kernel(x, out, places, height, width, channels, rows_out, across, B
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     j, channel = at // channels, at % channels
     x += image * height * width * channels
+    centre, factor = tl.load(mean + channel), tl.load(scale + channel)
+    offset = tl.load(bias + channel)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    # Should no pixel be larger than -inf, its own is.
-    place = tl.full([BLOCK], 4, tl.int32)
+    of = tl.zeros([BLOCK], tl.float32)
+    place = tl.full([BLOCK], 9, tl.int32)
     for k in tl.static_range(9):
         row, column = 2 * i - 1 + k // 3, 2 * j - 1 + k % 3
         inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & (at < across)
-        value = tl.load(
-            x + (row * width + column) * channels + channel, mask=inside, other=float("-inf")
-        ).to(tl.float32)
-        better = (value > best) | (value != value)  # noqa: PLR0124 - not a number
-        best = tl.where(better, value, best)
+        value = tl.load(x + (row * width + column) * channels + channel, mask=inside, other=0).to(
+            tl.float32
+        )
+        result = (value - centre) * factor + offset
+        # The second: not a number.
+        better = inside & ((result > best) | (result != result))  # noqa: PLR0124
+        best = tl.where(better, result, best)
+        of = tl.where(better, value, of)
         place = tl.where(better, k, place)
     to = (image * rows_out + i) * across + at
-    tl.store(out + to, best, mask=at < across)
-    tl.store(places + to, place.to(tl.int8), mask=at < across)
+    none = best <= 0
+    tl.store(out + to, tl.where(none, 0, best), mask=at < across)
+    tl.store(places + to, tl.where(none, 9, place).to(tl.int8), mask=at < across)
+    tl.store(chosen + to, of, mask=at < across)
 
 
 @triton.jit
 def _flow(gradient, places, at, inside):
     flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
-    return flow, tl.load(places + at, mask=inside, other=-1).to(tl.int32)
+    return flow, tl.load(places + at, mask=inside, other=9).to(tl.int32)
 
 
 @triton.jit
-def max_pool_backward_kernel(
-    gradient, places, out, height, width, channels, rows_in, across, BLOCK: tl.constexpr
-):
-    """Gradients of two by two pixels, each from the windows that it lies in.
+def _store_normed(out, x, flow, centre, factor, shift, slope, inside):
+    value = tl.load(x, mask=inside, other=0).to(tl.float32)
+    tl.store(out, (flow - shift - (value - centre) * slope) * factor, mask=inside)
 
-    A program a row of windows and ``BLOCK`` values of it.
+
+@triton.jit
+def norm_max_pool_backward_kernel(
+    gradient,
+    places,
+    x,
+    mean,
+    scale,
+    shift,
+    slope,
+    out,
+    height,
+    width,
+    channels,
+    rows_in,
+    across,
+    BLOCK: tl.constexpr,
+):
+    """(flow - shift - (x - mean) slope) scale: each pixel's flow from the windows that it lies in.
+
+    A program a row of windows and ``BLOCK`` values of it: the pixels at and right and below of each
+    window's centre.
 
     Args:
         gradient: [n, rows_in, columns, channels].
         places: like ``gradient``, int8.
-        out: [n, height, width, channels].
+        x, out: [n, height, width, channels].
+        mean, scale, shift, slope: [channels] float32.
         across: columns times channels.
     """
     image = (tl.program_id(0) // rows_in).to(tl.int64)
     i = tl.program_id(0) % rows_in
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     j, channel = at // channels, at % channels
+    centre, factor = tl.load(mean + channel), tl.load(scale + channel)
+    down, tilt = tl.load(shift + channel), tl.load(slope + channel)
     window = (image * rows_in + i) * across + at
     here, right = at < across, at + channels < across
     below = i + 1 < rows_in
@@ -165,16 +216,20 @@ def max_pool_backward_kernel(
     flow_below, place_below = _flow(gradient, places, window + across, here & below)
     flow_last, place_last = _flow(gradient, places, window + across + channels, right & below)
 
-    to = out + image * height * width * channels + (2 * i * width + 2 * j) * channels + channel
+    pixel = image * height * width * channels + (2 * i * width + 2 * j) * channels + channel
+    x, out = x + pixel, out + pixel
     two_wide, two_high = here & (2 * j + 1 < width), 2 * i + 1 < height
-    tl.store(to, tl.where(place == 4, flow, 0), mask=here)
+    value = tl.where(place == 4, flow, 0)
+    _store_normed(out, x, value, centre, factor, down, tilt, here)
     value = tl.where(place == 5, flow, 0) + tl.where(place_right == 3, flow_right, 0)
-    tl.store(to + channels, value, mask=two_wide)
+    _store_normed(out + channels, x + channels, value, centre, factor, down, tilt, two_wide)
     value = tl.where(place == 7, flow, 0) + tl.where(place_below == 1, flow_below, 0)
-    tl.store(to + width * channels, value, mask=here & two_high)
+    step = width * channels
+    _store_normed(out + step, x + step, value, centre, factor, down, tilt, here & two_high)
     value = tl.where(place == 8, flow, 0) + tl.where(place_right == 6, flow_right, 0)
     value += tl.where(place_below == 2, flow_below, 0) + tl.where(place_last == 0, flow_last, 0)
-    tl.store(to + (width + 1) * channels, value, mask=two_wide & two_high)
+    step += channels
+    _store_normed(out + step, x + step, value, centre, factor, down, tilt, two_wide & two_high)
 
 
 @triton.jit(do_not_specialize=["rows", "chunk"])

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import nn
 
-from lockstep.models.norms import ALIGNED_CHANNELS, CHANNELS, ROWS, TIMES, chunk_of, num_parts
+from lockstep.models.tile import ALIGNED_CHANNELS, Tile
 
+_TILE = Tile(rows=16, channels=128, times=2, programs=1056)
 _LIMIT = 4.5
 _SERIES = (
     -1.4000673450448309e-12, 1.6973036864875723e-10, -9.193747985136724e-09, 2.9588983352368814e-07,
@@ -83,7 +84,7 @@ class _BiasGelu(torch.autograd.Function):
         x, bias = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         flow, parts = gelu_backward(
-            gradient.reshape(rows.shape).contiguous(), rows, bias.float(), chunk_of(rows)
+            gradient.reshape(rows.shape).contiguous(), rows, bias.float(), _TILE.chunk(rows)
         )
         return flow.view_as(x), parts.sum(0).to(bias.dtype)
 
@@ -113,23 +114,11 @@ def gelu_backward(
     """
     from lockstep.models.kernels import gelu_backward_kernel
 
-    m, c = x.shape
     out, sums = _gradients_like(gradient, x, bias, chunk)
-    gelu_backward_kernel[len(sums), -(-c // CHANNELS)](
-        gradient,
-        x,
-        bias,
-        out,
-        sums,
-        m,
-        c,
-        chunk,
-        LIMIT=_LIMIT,
-        SERIES=_SERIES,
-        ROWS=ROWS,
-        CHANNELS=CHANNELS,
-        TIMES=TIMES,
-    )
+    _TILE.launch(
+        gelu_backward_kernel, gradient, x, bias, out, sums,
+        rows=x, chunk=chunk, LIMIT=_LIMIT, SERIES=_SERIES,
+    )  # fmt: skip
     return out, sums
 
 
@@ -138,7 +127,7 @@ def _gradients_like(
     gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     channels = x.shape[1]
-    return torch.empty_like(x), x.new_empty((num_parts(channels), channels), dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty((_TILE.parts(channels), channels), dtype=torch.float32)
 
 
 @gelu_backward.register_kernel("cpu")

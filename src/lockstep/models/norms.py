@@ -2,8 +2,9 @@
 
 Convolutional networks spend most of a step on reading and writing activations for BatchNorm. Here
 its sums over a batch are kernels that read what they need once, and ReLU's mask is computed from
-BatchNorm's input, which has to be read anyway, instead of being kept. What works value by value is
-left to the compiler, which fuses it with its neighbours. Layers keep their parameters and names.
+BatchNorm's input, which has to be read anyway, instead of being kept. Max-pooling after both is part
+of them: what it leaves out is neither written nor read. What works value by value is left to the
+compiler, which fuses it with its neighbours. Layers keep their parameters and names.
 """
 
 from __future__ import annotations
@@ -18,25 +19,27 @@ from timm.layers import BatchNormAct2d
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-_PROGRAMS = 1056
-"""Of a kernel over a batch: eight for each processor of an H100 or H200."""
-ROWS, CHANNELS, TIMES = 16, 64, 4
-"""Of a program: values that are read at once, and how often before they are added."""
-_POOL_BLOCK = 1024
-ALIGNED_CHANNELS = 16
-"""Kernels would read the values of others one by one."""
+from lockstep.models.tile import ALIGNED_CHANNELS, Tile
+
+_POOL_BLOCK = 512
+_MOMENTS = Tile(rows=32, channels=64, times=4, programs=1056)
+_SUMS = Tile(rows=16, channels=64, times=4, programs=1056)
+_SUMS_WITH_RELU = Tile(rows=32, channels=64, times=2, programs=528)
 
 
 class FastBatchNorm(nn.BatchNorm2d):
-    """``nn.BatchNorm2d``, and ReLU after it where asked for."""
+    """``nn.BatchNorm2d``, and what comes after it where asked for: ReLU, and max-pooling of that."""
 
     relu = False
+    pool = False
+    """Of 3 x 3 pixels around every second one."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [n, c, h, w]."""
         if not _is_for_us(self, input):
             output = super().forward(input)
-            return F.relu(output) if self.relu else output
+            output = F.relu(output) if self.relu else output
+            return F.max_pool2d(output, 3, 2, 1) if self.pool else output
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None and self.momentum is not None
         with torch.no_grad():
@@ -46,17 +49,9 @@ class FastBatchNorm(nn.BatchNorm2d):
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
             deviation = (variance + self.eps).rsqrt()
-        return batch_norm(input, self.weight, self.bias, mean, deviation, relu=self.relu)
-
-
-class FastMaxPool(nn.MaxPool2d):
-    """``nn.MaxPool2d`` of 3 x 3 pixels around every second one."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: [n, c, h, w]."""
-        if not _is_for_us(self, input):
-            return _result(super().forward(input))
-        return _result(_MaxPool.apply(input))
+        if self.pool:
+            return _result(_BatchNormPool.apply(input, self.weight, self.bias, mean, deviation))
+        return _result(_BatchNorm.apply(input, self.weight, self.bias, mean, deviation, self.relu))
 
 
 def _is_for_us(layer: nn.Module, input: torch.Tensor) -> bool:
@@ -65,17 +60,24 @@ def _is_for_us(layer: nn.Module, input: torch.Tensor) -> bool:
 
 def speed_up_norms(model: nn.Module) -> None:
     """Replace the layers of this file in a module that will be compiled, in place."""
-    for norm, owner, name in _followed_by_relu(model):
-        if _is_plain(norm):
-            _replace(norm, relu=True)
-            setattr(owner, name, nn.Identity())
+    for owner, names in _one_after_the_other(model):
+        for name, following in pairwise(names):
+            norm, act = getattr(owner, name), getattr(owner, following)
+            if _is_plain(norm) and type(act) is nn.ReLU:
+                _replace(norm, relu=True)
+                setattr(owner, following, nn.Identity())
     for layer in model.modules():
         if _is_plain(layer):
             _replace(layer, relu=False)
         elif type(layer) is BatchNormAct2d and _adds_at_most_relu(layer):
             _replace(layer, relu=isinstance(layer.act, nn.ReLU))
-        elif type(layer) is nn.MaxPool2d and _is_usual(layer):
-            layer.__class__ = FastMaxPool
+    for owner, names in _one_after_the_other(model):
+        layers = [name for name in names if type(getattr(owner, name)) is not nn.Identity]
+        for name, following in pairwise(layers):
+            norm, pool = getattr(owner, name), getattr(owner, following)
+            if type(norm) is FastBatchNorm and norm.relu and _is_usual(pool):
+                norm.pool = True
+                setattr(owner, following, nn.Identity())
 
 
 def _replace(norm: nn.Module, *, relu: bool) -> None:
@@ -97,26 +99,25 @@ def _adds_at_most_relu(layer: BatchNormAct2d) -> bool:
     return usual and _has_everything(layer)
 
 
-def _is_usual(layer: nn.MaxPool2d) -> bool:
-    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    return sizes == (3, 2, 1, 1) and not layer.ceil_mode and not layer.return_indices
+def _is_usual(layer: nn.Module) -> bool:
+    if type(layer) is not nn.MaxPool2d or layer.ceil_mode or layer.return_indices:
+        return False
+    return (layer.kernel_size, layer.stride, layer.padding, layer.dilation) == (3, 2, 1, 1)
 
 
-def _followed_by_relu(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-    """Each norm whose output goes to a ReLU alone, the owner of that ReLU, and its name there."""
+def _one_after_the_other(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules, and the names in them of layers of which each has the output of the one before."""
     for module in model.modules():
-        pairs: list[tuple[str, str]] = []
-        if isinstance(module, nn.Sequential):
-            pairs = list(pairwise(module._modules))
-        elif type(module) in (BasicBlock, ResNet):
-            pairs = [("bn1", "act1")]
-        elif type(module) is Bottleneck:
-            pairs = [("bn1", "act1"), ("bn2", "act2")]
         if type(getattr(module, "drop_block", None)) not in (type(None), nn.Identity):
             continue  # lies between them
-        for norm, act in pairs:
-            if type(getattr(module, act)) is nn.ReLU:
-                yield getattr(module, norm), module, act
+        if isinstance(module, nn.Sequential):
+            yield module, list(module._modules)
+        elif type(module) is ResNet:
+            yield module, ["bn1", "act1", "maxpool"]
+        elif type(module) in (BasicBlock, Bottleneck):
+            yield module, ["bn1", "act1"]
+            if type(module) is Bottleneck:
+                yield module, ["bn2", "act2"]
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -132,33 +133,8 @@ def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [c] float32 each.
     """
     rows = _rows(x)
-    chunk = chunk_of(rows)
-    parts = batch_moments(rows, chunk)
-    begins = chunk * torch.arange(len(parts), device=x.device)
-    counts = (len(rows) - begins).clamp(0, chunk)[:, None]
-    mean = (parts[:, 0] * counts).sum(0) / len(rows)
-    # Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
-    apart = (parts[:, 0] - mean).square() * counts
-    return mean, (parts[:, 1] + apart).sum(0) / len(rows)
-
-
-def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    *,
-    relu: bool,
-) -> torch.Tensor:
-    """Normalised x, in its dtype; gradients are those of BatchNorm, whose moments follow from x.
-
-    Args:
-        x: [n, c, h, w]. weight, bias, mean: [c].
-        deviation: [c], one by the standard deviation.
-        relu: and ReLU of it.
-    """
-    return _result(_BatchNorm.apply(x, weight, bias, mean, deviation, relu))
+    apart, square = batch_moments(rows, _MOMENTS.chunk(rows)).sum(0) / len(rows)
+    return rows[0].float() + apart, (square - apart.square()).clamp(min=0)
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -181,8 +157,7 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, mean, deviation = ctx.saved_tensors
         rows, scale = _rows(x), weight * deviation
-        parts = gradient_sums(_rows(gradient), rows, mean, scale, bias, chunk_of(rows), ctx.relu)
-        total, product = parts.sum(0)
+        total, product = sums_of_gradient(_rows(gradient), rows, mean, scale, bias, relu=ctx.relu)
         flow, centred = gradient.float(), x.float() - _wide(mean)
         if ctx.relu:
             flow = torch.where(centred * _wide(scale) + _wide(bias) > 0, flow, 0.0)
@@ -191,19 +166,58 @@ class _BatchNorm(torch.autograd.Function):
         return flow.to(x.dtype), product * deviation, total, None, None, None
 
 
-class _MaxPool(torch.autograd.Function):
+class _BatchNormPool(torch.autograd.Function):
+    """BatchNorm, ReLU, and max-pooling."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        output, places = max_pool(x.permute(0, 2, 3, 1).contiguous())
-        ctx.save_for_backward(places)
-        ctx.size = x.shape[2:]
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        mean: torch.Tensor,
+        deviation: torch.Tensor,
+    ) -> torch.Tensor:
+        pixels = x.permute(0, 2, 3, 1).contiguous()
+        output, places, chosen = norm_max_pool(pixels, mean, weight * deviation, bias)
+        ctx.save_for_backward(pixels, places, chosen, weight, bias, mean, deviation)
         return _result(output).permute(0, 3, 1, 2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (places,) = ctx.saved_tensors
-        gradient = gradient.permute(0, 2, 3, 1).contiguous()
-        return _result(max_pool_backward(gradient, places, *ctx.size)).permute(0, 3, 1, 2)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pixels, places, chosen, weight, bias, mean, deviation = ctx.saved_tensors
+        scale, count = weight * deviation, pixels.numel() // len(weight)
+        total, product = sums_of_gradient(
+            _rows(gradient), chosen.view(-1, len(weight)), mean, scale, bias, relu=True
+        )
+        flow = norm_max_pool_backward(
+            gradient.permute(0, 2, 3, 1).contiguous(),
+            places,
+            pixels,
+            mean,
+            scale,
+            total / count,
+            deviation.square() * product / count,
+        )
+        return _result(flow).permute(0, 3, 1, 2), product * deviation, total, None, None
+
+
+def sums_of_gradient(
+    gradient: torch.Tensor,
+    rows: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    relu: bool,
+) -> torch.Tensor:
+    """[2, c] float32: of all parts of :func:`gradient_sums`."""
+    chunk = _tile_of_sums(relu).chunk(rows)
+    return _result(gradient_sums(gradient, rows, mean, scale, bias, chunk, relu)).sum(0)
+
+
+def _tile_of_sums(relu: bool) -> Tile:
+    return _SUMS_WITH_RELU if relu else _SUMS
 
 
 def _result(of_function: Any) -> torch.Tensor:
@@ -216,20 +230,6 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).contiguous()
 
 
-def num_parts(channels: int) -> int:
-    """Into which a batch is divided; not by its size, which may be a symbol to the compiler."""
-    return max(1, _PROGRAMS // -(-channels // CHANNELS))
-
-
-def chunk_of(rows: torch.Tensor) -> int:
-    """Rows of a part."""
-    return -(-len(rows) // num_parts(rows.shape[1]))
-
-
-def _parts_of(rows: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((num_parts(rows.shape[1]), 2, rows.shape[1]), dtype=torch.float32)
-
-
 def _wide(of_channels: torch.Tensor) -> torch.Tensor:
     return of_channels.view(1, -1, 1, 1)
 
@@ -239,33 +239,37 @@ def _wide(of_channels: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("lockstep::batch_moments", mutates_args=(), device_types="cuda")
 def batch_moments(rows: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[parts, 2, c] float32: mean, and sum of squared distances from it, of ``chunk`` rows each.
+    """[parts, 2, c] float32: sums of a row less the first, and of its square, of ``chunk`` rows each.
+
+    Sums of squares of the values themselves would lose the variance of a channel of large mean.
 
     Args:
         rows: [m, c].
     """
     from lockstep.models.kernels import moments_kernel
 
-    m, c = rows.shape
-    out = _parts_of(rows)
-    moments_kernel[len(out), -(-c // CHANNELS)](
-        rows, out, m, c, chunk, ROWS=ROWS, CHANNELS=CHANNELS, TIMES=TIMES
-    )
+    out = _parts_like(rows, _MOMENTS)
+    _MOMENTS.launch(moments_kernel, rows, out, rows=rows, chunk=chunk)
     return out
 
 
 @batch_moments.register_fake
 def _(rows: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _parts_of(rows)
+    return _parts_like(rows, _MOMENTS)
 
 
 @batch_moments.register_kernel("cpu")
 def _(rows: torch.Tensor, chunk: int) -> torch.Tensor:
-    out = _parts_of(rows).zero_()
-    for part, of in zip(out, rows.float().split(chunk), strict=False):
-        part[0] = of.mean(0)
-        part[1] = (of - part[0]).square().sum(0)
+    out = _parts_like(rows, _MOMENTS).zero_()
+    for part, of in zip(out, (rows.float() - rows[0].float()).split(chunk), strict=False):
+        part[0] = of.sum(0)
+        part[1] = of.square().sum(0)
     return out
+
+
+def _parts_like(rows: torch.Tensor, tile: Tile) -> torch.Tensor:
+    c = rows.shape[1]
+    return rows.new_empty((tile.parts(c), 2, c), dtype=torch.float32)
 
 
 @torch.library.custom_op("lockstep::gradient_sums", mutates_args=(), device_types="cuda")
@@ -286,29 +290,18 @@ def gradient_sums(
     """
     from lockstep.models.kernels import gradient_sums_kernel
 
-    m, c = rows.shape
-    out = _parts_of(rows)
-    gradient_sums_kernel[len(out), -(-c // CHANNELS)](
-        gradient,
-        rows,
-        mean,
-        scale,
-        bias,
-        out,
-        m,
-        c,
-        chunk,
-        RELU=relu,
-        ROWS=ROWS,
-        CHANNELS=CHANNELS,
-        TIMES=TIMES,
-    )
+    tile = _tile_of_sums(relu)
+    out = _parts_like(rows, tile)
+    tile.launch(
+        gradient_sums_kernel, gradient, rows, mean, scale, bias, out,
+        rows=rows, chunk=chunk, RELU=relu,
+    )  # fmt: skip
     return out
 
 
 @gradient_sums.register_fake
-def _(gradient: torch.Tensor, rows: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _parts_of(rows)
+def _(_: torch.Tensor, rows: torch.Tensor, *others: Any) -> torch.Tensor:
+    return _parts_like(rows, _tile_of_sums(others[-1]))
 
 
 @gradient_sums.register_kernel("cpu")
@@ -321,7 +314,7 @@ def _(
     chunk: int,
     relu: bool,
 ) -> torch.Tensor:
-    out = _parts_of(rows).zero_()
+    out = _parts_like(rows, _tile_of_sums(relu)).zero_()
     centred, flow = rows.float() - mean, gradient.float()
     if relu:
         flow = torch.where(centred * scale + bias > 0, flow, 0.0)
@@ -331,76 +324,99 @@ def _(
     return out
 
 
-@torch.library.custom_op("lockstep::max_pool", mutates_args=(), device_types="cuda")
-def max_pool(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest of the 3 x 3 pixels around every second one, and which it is, counted by rows: int8.
+@torch.library.custom_op("lockstep::norm_max_pool", mutates_args=(), device_types="cuda")
+def norm_max_pool(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Largest ReLU((x - mean) scale + bias) of the 3 x 3 pixels around every second one.
 
     Args:
-        x: [n, h, w, c].
+        x: [n, h, w, c]. mean, scale, bias: [c] float32.
 
     Returns:
-        [n, (h + 1) / 2, (w + 1) / 2, c] each.
+        [n, (h + 1) / 2, (w + 1) / 2, c] each: that; which of the pixels it is, counted by rows, int8,
+        9 where none is positive; its x.
     """
-    from lockstep.models.kernels import max_pool_kernel
+    from lockstep.models.kernels import norm_max_pool_kernel
 
     n, h, w, c = x.shape
-    out, places = _pooled(x)
+    out, places, chosen = _pooled(x)
     high, across = out.shape[1], out.shape[2] * c
-    max_pool_kernel[n * high, -(-across // _POOL_BLOCK)](
-        x, out, places, h, w, c, high, across, BLOCK=_POOL_BLOCK
+    norm_max_pool_kernel[n * high, -(-across // _POOL_BLOCK)](
+        x, mean, scale, bias, out, places, chosen, h, w, c, high, across, BLOCK=_POOL_BLOCK
     )
-    return out, places
+    return out, places, chosen
 
 
-@max_pool.register_fake
-def _pooled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@norm_max_pool.register_fake
+def _pooled(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     n, h, w, c = x.shape
     out = x.new_empty((n, (h + 1) // 2, (w + 1) // 2, c))
-    return out, torch.empty_like(out, dtype=torch.int8)
+    return out, torch.empty_like(out, dtype=torch.int8), torch.empty_like(out)
 
 
-@max_pool.register_kernel("cpu")
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    w = x.shape[2]
-    planes = x.permute(0, 3, 1, 2)
-    out, at = F.max_pool2d(planes, 3, 2, 1, return_indices=True)
-    i = torch.arange(out.shape[2])[:, None]
-    j = torch.arange(out.shape[3])[None, :]
-    places = (at // w - 2 * i + 1) * 3 + at % w - 2 * j + 1
-    return (
-        out.permute(0, 2, 3, 1).contiguous(),
-        places.to(torch.int8).permute(0, 2, 3, 1).contiguous(),
-    )
+@norm_max_pool.register_kernel("cpu")
+def _(
+    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    n, h, w, c = x.shape
+    planes = ((x.float() - mean) * scale + bias).permute(0, 3, 1, 2)
+    most, at = F.max_pool2d(planes, 3, 2, 1, return_indices=True)
+    i = torch.arange(most.shape[2])[:, None]
+    j = torch.arange(most.shape[3])[None, :]
+    places = torch.where(most <= 0, 9, (at // w - 2 * i + 1) * 3 + at % w - 2 * j + 1)
+    chosen = x.permute(0, 3, 1, 2).reshape(n, c, h * w).gather(2, at.flatten(2)).view(at.shape)
+    results = (most.relu().to(x.dtype), places.to(torch.int8), chosen)
+    out, where, of = (result.permute(0, 2, 3, 1).contiguous() for result in results)
+    return out, where, of
 
 
-@torch.library.custom_op("lockstep::max_pool_backward", mutates_args=(), device_types="cuda")
-def max_pool_backward(gradient: torch.Tensor, places: torch.Tensor, h: int, w: int) -> torch.Tensor:
-    """The gradient [n, h, w, c] of what :func:`max_pool` was given.
+@torch.library.custom_op("lockstep::norm_max_pool_backward", mutates_args=(), device_types="cuda")
+def norm_max_pool_backward(
+    gradient: torch.Tensor,
+    places: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slope: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of x: (that of ReLU's input - shift - (x - mean) slope) scale.
 
     Args:
-        gradient, places: [n, (h + 1) / 2, (w + 1) / 2, c].
+        gradient, places: [n, (h + 1) / 2, (w + 1) / 2, c], of :func:`norm_max_pool`.
+        x: [n, h, w, c]. mean, scale, shift, slope: [c] float32.
     """
-    from lockstep.models.kernels import max_pool_backward_kernel
+    from lockstep.models.kernels import norm_max_pool_backward_kernel
 
-    n, high, wide, c = gradient.shape
-    out = gradient.new_empty((n, h, w, c))
-    max_pool_backward_kernel[n * high, -(-wide * c // _POOL_BLOCK)](
-        gradient, places, out, h, w, c, high, wide * c, BLOCK=_POOL_BLOCK
-    )
+    (n, h, w, c), (high, wide) = x.shape, gradient.shape[1:3]
+    out = torch.empty_like(x)
+    norm_max_pool_backward_kernel[n * high, -(-wide * c // _POOL_BLOCK)](
+        gradient, places, x, mean, scale, shift, slope, out, h, w, c, high, wide * c,
+        BLOCK=_POOL_BLOCK,
+    )  # fmt: skip
     return out
 
 
-@max_pool_backward.register_fake
-def _(gradient: torch.Tensor, places: torch.Tensor, h: int, w: int) -> torch.Tensor:
-    return gradient.new_empty((gradient.shape[0], h, w, gradient.shape[3]))
+@norm_max_pool_backward.register_fake
+def _(gradient: torch.Tensor, places: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
-@max_pool_backward.register_kernel("cpu")
-def _(gradient: torch.Tensor, places: torch.Tensor, h: int, w: int) -> torch.Tensor:
-    n, high, wide, c = gradient.shape
-    out = gradient.new_zeros((n, 2 * high + 2, 2 * wide + 2, c))
+@norm_max_pool_backward.register_kernel("cpu")
+def _(
+    gradient: torch.Tensor,
+    places: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    slope: torch.Tensor,
+) -> torch.Tensor:
+    (n, h, w, c), (high, wide) = x.shape, gradient.shape[1:3]
+    flow = torch.zeros(n, 2 * high + 2, 2 * wide + 2, c)
     for place in range(9):
         i, j = place // 3, place % 3
-        flow = torch.where(places == place, gradient, 0.0)
-        out[:, i : i + 2 * high : 2, j : j + 2 * wide : 2] += flow
-    return out[:, 1 : h + 1, 1 : w + 1].contiguous()
+        flow[:, i : i + 2 * high : 2, j : j + 2 * wide : 2] += gradient.where(places == place, 0.0)
+    flow = flow[:, 1 : h + 1, 1 : w + 1]
+    return ((flow - shift - (x.float() - mean) * slope) * scale).to(x.dtype)
