@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.machine import cache_folder
 from lockstep.models.build import blocks
+from lockstep.models.join import JoinGradients
 from lockstep.models.mlp import speed_up_mlps
 from lockstep.models.norms import speed_up_norms
 
@@ -47,7 +48,9 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     # Blocks of one class share a cache, in which each shape and mode takes a place.
     torch._dynamo.config.recompile_limit = 64
-    options: dict[str, Any] = {"options": {"max_autotune": True}} if mode == "max" else {}
+    options: dict[str, Any] = {"max_autotune": True} if mode == "max" else {}
+    if ours:
+        options["post_grad_custom_pre_pass"] = JoinGradients()
     by_block = by_block or _is_deep(model)
     for part in _parts(model) if by_block else [model]:
         speed_up(part)
@@ -56,7 +59,7 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool)
             speed_up_mlps(part)
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
         # slower, and inductor fails on BatchNorm's.
-        part.compile(dynamic=False if by_block else None, **options)
+        part.compile(dynamic=False if by_block else None, options=options or None)
 
 
 def _is_deep(model: nn.Module) -> bool:

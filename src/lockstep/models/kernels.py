@@ -104,6 +104,59 @@ def gradient_sums_kernel(
     tl.store(out + channels, tl.sum(products, 0), mask=is_channel)
 
 
+@triton.jit(do_not_specialize=["rows", "chunk"])
+def joined_gradient_kernel(
+    a,
+    b,
+    y,
+    x,
+    mean,
+    out,
+    sums,
+    rows,
+    channels,
+    chunk,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TIMES: tl.constexpr,
+):
+    """a + b where y is positive, and what BatchNorm sums of it, of a part of the rows.
+
+    Args:
+        a, b, y, x, out: [rows, channels].
+        mean: [channels] float32.
+        sums: [parts, 2, channels] float32: of the result, and of the result times (x - mean).
+        chunk: rows of a part.
+    """
+    part = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channel < channels
+    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    begin = part * chunk * channels
+    a, b, y, x, out = a + begin, b + begin, y + begin, x + begin, out + begin
+    centre = tl.load(mean + channel, mask=is_channel, other=0)
+    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    products = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for start in range(0, count, ROWS * TIMES):
+        for i in tl.static_range(TIMES):
+            row = start + i * ROWS + tl.arange(0, ROWS)
+            inside = (row < count)[:, None] & is_channel[None, :]
+            at = row[:, None] * channels + channel[None, :]
+            flow = tl.load(a + at, mask=inside, other=0).to(tl.float32)
+            flow += tl.load(b + at, mask=inside, other=0).to(tl.float32)
+            flow = tl.where(tl.load(y + at, mask=inside, other=0) <= 0, 0, flow)
+            # What is summed is what is stored.
+            rounded = flow.to(out.dtype.element_ty)
+            tl.store(out + at, rounded, mask=inside)
+            flow = rounded.to(tl.float32)
+            value = tl.load(x + at, mask=inside, other=0).to(tl.float32) - centre[None, :]
+            total += flow
+            products += flow * value
+    sums += part * 2 * channels + channel
+    tl.store(sums, tl.sum(total, 0), mask=is_channel)
+    tl.store(sums + channels, tl.sum(products, 0), mask=is_channel)
+
+
 @triton.jit
 def norm_max_pool_kernel(
     x,

@@ -1,0 +1,85 @@
+"""The pass over the compiler's graph: it is found where it should be, and changes no number."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+
+from lockstep.models.join import JoinGradients, joined_gradient
+from lockstep.models.norms import gradient_sums, speed_up_norms
+from tests.models.test_norms import DEVICES, distance, everywhere, images
+
+__all__ = ["everywhere"]
+
+
+class Counting(JoinGradients):
+    """Also called in place of a compiler, which takes long to make C++ of it."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        self.found += sum("joined_gradient" in str(node.target) for node in graph.nodes)
+
+    def backend(self) -> Any:
+        def backward(module: fx.GraphModule, _: Any) -> Any:
+            self(module.graph)
+            module.recompile()
+            return make_boxed_func(module.forward)
+
+        return aot_autograd(
+            fw_compiler=lambda module, _: make_boxed_func(module.forward),
+            bw_compiler=backward,
+            decompositions=select_decomp_table(),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, joins", [("resnet18", 7), ("regnetx_002", 6)])
+def test_networks(everywhere: None, name: str, joins: int, device: str) -> None:
+    """Blocks with BatchNorm of ours but the last, whose gradient is one number for all pixels."""
+    torch.manual_seed(0)
+    plain = timm.create_model(name, num_classes=10).to(device, memory_format=torch.channels_last)
+    fast = copy.deepcopy(plain)
+    speed_up_norms(fast)
+    torch._dynamo.reset()
+    counting = Counting()
+    if device == "cuda":
+        fast.compile(options={"post_grad_custom_pre_pass": counting})
+    else:
+        fast.compile(backend=counting.backend())
+    x = images(2, 3, 64, 64, dtype=torch.float32, device=device)
+    gradients = []
+    for network in (fast, plain):
+        output = network(x)
+        flow = torch.arange(output.numel(), device=device).cos().view_as(output)
+        gradients.append(torch.autograd.grad((output * flow).sum(), list(network.parameters())))
+    for found, wanted in zip(*gradients, strict=True):
+        assert distance(found, wanted) < 1e-2
+    assert counting.found == joins
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 16, 5, 7), (8, 256, 28, 28), (3, 80, 1, 1)], ids=str)
+def test_joined_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    last = {"memory_format": torch.channels_last}
+    a, b, y, x = (torch.randn(shape, generator=random).to(device, dtype, **last) for _ in range(4))
+    rows, mean = x.permute(0, 2, 3, 1).reshape(-1, shape[1]), torch.randn(shape[1], device=device)
+    out, sums = joined_gradient(a, b, y.relu(), rows, mean, 16)
+    wanted = torch.where(y > 0, a + b, 0)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0)
+    flow = out.permute(0, 2, 3, 1).reshape(rows.shape)
+    each = gradient_sums(flow, rows, mean, mean, mean, 16, False)
+    torch.testing.assert_close(sums.sum(0), each.sum(0), rtol=1e-4, atol=1e-3)
