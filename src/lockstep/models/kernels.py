@@ -12,6 +12,23 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _part(rows, channels, chunk, CHANNELS: tl.constexpr):
+    """Of this program: its number, its channels, which of them there are, and how many rows."""
+    part = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    return part, channel, channel < channels, count
+
+
+@triton.jit
+def _block(start, count, channel, channels, ROWS: tl.constexpr):
+    """[rows, channels]: where values lie from the part's first, and which of them there are."""
+    row = start + tl.arange(0, ROWS)
+    inside = (row < count)[:, None] & (channel < channels)[None, :]
+    return row[:, None] * channels + channel[None, :], inside
+
+
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def moments_kernel(
     x,
@@ -30,20 +47,16 @@ def moments_kernel(
         out: [parts, 2, channels] float32.
         chunk: rows of a part.
     """
-    part = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = channel < channels
-    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
     near = tl.load(x + channel, mask=is_channel, other=0).to(tl.float32)
     x += part * chunk * channels
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     squares = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            row = start + i * ROWS + tl.arange(0, ROWS)
-            inside = (row < count)[:, None] & is_channel[None, :]
-            value = tl.load(x + row[:, None] * channels + channel[None, :], mask=inside, other=0)
-            value = tl.where(inside, value.to(tl.float32) - near[None, :], 0)
+            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+            value = tl.where(inside, value - near[None, :], 0)
             sums += value
             squares += value * value
     out += part * 2 * channels + channel
@@ -76,10 +89,7 @@ def gradient_sums_kernel(
         chunk: rows of a part.
         RELU: gradients count where (x - mean) scale + bias is positive.
     """
-    part = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = channel < channels
-    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
     x += part * chunk * channels
     gradient += part * chunk * channels
     centre = tl.load(mean + channel, mask=is_channel, other=0)
@@ -90,9 +100,7 @@ def gradient_sums_kernel(
     products = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            row = start + i * ROWS + tl.arange(0, ROWS)
-            inside = (row < count)[:, None] & is_channel[None, :]
-            at = row[:, None] * channels + channel[None, :]
+            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32) - centre[None, :]
             if RELU:
@@ -128,10 +136,7 @@ def joined_gradient_kernel(
         sums: [parts, 2, channels] float32: of the result, and of the result times (x - mean).
         chunk: rows of a part.
     """
-    part = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = channel < channels
-    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
     begin = part * chunk * channels
     a, b, y, x, out = a + begin, b + begin, y + begin, x + begin, out + begin
     centre = tl.load(mean + channel, mask=is_channel, other=0)
@@ -139,9 +144,7 @@ def joined_gradient_kernel(
     products = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            row = start + i * ROWS + tl.arange(0, ROWS)
-            inside = (row < count)[:, None] & is_channel[None, :]
-            at = row[:, None] * channels + channel[None, :]
+            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(a + at, mask=inside, other=0).to(tl.float32)
             flow += tl.load(b + at, mask=inside, other=0).to(tl.float32)
             flow = tl.where(tl.load(y + at, mask=inside, other=0) <= 0, 0, flow)
@@ -310,10 +313,7 @@ def gelu_backward_kernel(
         chunk: rows of a part.
         SERIES: coefficients of (normal distribution - 1/2) / x in x^2, the last first.
     """
-    part = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel = channel < channels
-    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
     x += part * chunk * channels
     gradient += part * chunk * channels
     out += part * chunk * channels
@@ -321,9 +321,7 @@ def gelu_backward_kernel(
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            row = start + i * ROWS + tl.arange(0, ROWS)
-            inside = (row < count)[:, None] & is_channel[None, :]
-            at = row[:, None] * channels + channel[None, :]
+            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32) + offset[None, :]
             near = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
