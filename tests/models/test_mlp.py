@@ -91,7 +91,7 @@ def test_networks(
 ) -> None:
     """In training with autocast alone; the same gradients to 16 bits."""
     used: list[torch.dtype] = []
-    monkeypatch.setattr(mlp, "_is_for_us", lambda layer, _: layer.training)
+    monkeypatch.setattr(mlp, "is_for_us", lambda layer, _: layer.training)
     torch.manual_seed(0)
     kwargs = {"img_size": 16, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
     plain = timm.create_model("vit_tiny_patch16_224", patch_size=4, **kwargs).to(device)
@@ -119,6 +119,6 @@ def test_networks(
 
 def test_not_for_the_cpu_nor_for_32_bits() -> None:
     layer = Mlp(4, 8)
-    assert not mlp._is_for_us(layer, torch.zeros(1, 4))
+    assert not mlp.is_for_us(layer, torch.zeros(1, 4))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not mlp._is_for_us(layer, torch.zeros(1, 4))
+        assert not mlp.is_for_us(layer, torch.zeros(1, 4))

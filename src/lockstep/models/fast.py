@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.machine import cache_folder
+from lockstep.models.blocks import speed_up_blocks
 from lockstep.models.build import blocks
 from lockstep.models.join import JoinGradients
 from lockstep.models.mlp import speed_up_mlps
@@ -57,6 +58,7 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool)
         if ours:
             speed_up_norms(part)
             speed_up_mlps(part)
+            speed_up_blocks(part)
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
         # slower, and inductor fails on BatchNorm's.
         part.compile(dynamic=False if by_block else None, options=options or None)

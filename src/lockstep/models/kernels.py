@@ -337,3 +337,129 @@ def gelu_backward_kernel(
             total += flow
             tl.store(out + at, flow, mask=inside)
     tl.store(sums + part * channels + channel, tl.sum(total, 0), mask=is_channel)
+
+
+@triton.jit(do_not_specialize=["rows", "chunk"])
+def norm_backward_kernel(
+    residual,
+    gradient,
+    x,
+    mean,
+    deviation,
+    weight,
+    out,
+    sums,
+    rows,
+    channels,
+    chunk,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TIMES: tl.constexpr,
+):
+    """LayerNorm's gradients added to others of its input, and sums over a part of the rows.
+
+    Args:
+        residual, gradient, x, out: [rows, channels], at most ``CHANNELS``.
+        mean, deviation: [rows] float32, the latter's inverse.
+        weight: [channels] float32.
+        sums: [parts, 2, channels] float32: of gradients times normed values, and of gradients.
+    """
+    part = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, CHANNELS)
+    is_channel = channel < channels
+    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    residual += part * chunk * channels
+    gradient += part * chunk * channels
+    x += part * chunk * channels
+    out += part * chunk * channels
+    mean += part * chunk
+    deviation += part * chunk
+    factor = tl.load(weight + channel, mask=is_channel, other=0)
+    of_weight = tl.zeros([CHANNELS], tl.float32)
+    of_bias = tl.zeros([CHANNELS], tl.float32)
+    for start in range(0, count, ROWS * TIMES):
+        for i in tl.static_range(TIMES):
+            row = start + i * ROWS + tl.arange(0, ROWS)
+            inside = (row < count)[:, None] & is_channel[None, :]
+            at = row[:, None] * channels + channel[None, :]
+            flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
+            value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+            passed = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+            centre = tl.load(mean + row, mask=row < count, other=0)[:, None]
+            scale = tl.load(deviation + row, mask=row < count, other=0)[:, None]
+            value = (value - centre) * scale
+            of_weight += tl.sum(flow * value, 0)
+            of_bias += tl.sum(flow, 0)
+            flow *= factor[None, :]
+            shift = tl.sum(flow, 1)[:, None] / channels
+            slope = tl.sum(flow * value, 1)[:, None] / channels
+            tl.store(out + at, passed + (flow - shift - value * slope) * scale, mask=inside)
+    sums += part * 2 * channels + channel
+    tl.store(sums, of_weight, mask=is_channel)
+    tl.store(sums + channels, of_bias, mask=is_channel)
+
+
+@triton.jit
+def _of_three(which, first, second, third):
+    return tl.where(which == 0, first, tl.where(which == 1, second, third))
+
+
+@triton.jit(do_not_specialize=["rows", "chunk"])
+def join_heads_kernel(
+    q,
+    k,
+    v,
+    q_image,
+    q_head,
+    q_token,
+    k_image,
+    k_head,
+    k_token,
+    v_image,
+    v_head,
+    v_token,
+    out,
+    sums,
+    tokens,
+    rows,
+    channels,
+    chunk,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TIMES: tl.constexpr,
+):
+    """Lay three tensors side by side in rows of tokens, and sum a part of the rows.
+
+    Args:
+        q, k, v: [n, heads, tokens, WIDTH], whose last values lie together.
+        q_image, q_head, q_token, ...: strides.
+        out: [rows, channels]: a third of the channels is a multiple of ``CHANNELS``.
+        sums: [parts, channels] float32.
+        chunk: rows of a part.
+    """
+    part = tl.program_id(0).to(tl.int64)
+    third = channels // 3
+    begin = tl.program_id(1) * CHANNELS
+    which = begin // third
+    x = _of_three(which, q, k, v)
+    of_image = _of_three(which, q_image, k_image, v_image)
+    of_head = _of_three(which, q_head, k_head, v_head)
+    of_token = _of_three(which, q_token, k_token, v_token)
+    channel = begin + tl.arange(0, CHANNELS)
+    inner = begin % third + tl.arange(0, CHANNELS)
+    across = inner // WIDTH * of_head + inner % WIDTH
+    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    out += part * chunk * channels
+    before = (part * chunk).to(tl.int32)
+    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for start in range(0, count, ROWS * TIMES):
+        for i in tl.static_range(TIMES):
+            row = start + i * ROWS + tl.arange(0, ROWS)
+            inside = (row < count)[:, None]
+            image, token = (before + row) // tokens, (before + row) % tokens
+            at = image.to(tl.int64) * of_image + token * of_token
+            value = tl.load(x + at[:, None] + across[None, :], mask=inside, other=0)
+            total += value.to(tl.float32)
+            tl.store(out + row[:, None] * channels + channel[None, :], value, mask=inside)
+    tl.store(sums + part * channels + channel, tl.sum(total, 0))

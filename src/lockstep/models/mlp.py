@@ -34,7 +34,7 @@ class FastMlp(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., c]."""
         output: torch.Tensor
-        if not _is_for_us(self, x):
+        if not is_for_us(self, x):
             output = super().forward(x)  # type: ignore[no-untyped-call]
             return output
         assert self.fc1.bias is not None
@@ -60,7 +60,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _is_for_us(layer: nn.Module, x: torch.Tensor) -> bool:
+def is_for_us(layer: nn.Module, x: torch.Tensor) -> bool:
     # torch.float32 is autocast's dtype nowhere.
     return layer.training and x.is_cuda and torch.is_autocast_enabled("cuda")
 

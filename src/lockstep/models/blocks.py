@@ -1,0 +1,285 @@
+"""A Vision Transformer's block in 16 bits: what its gradients need, read once. Level 2.
+
+LayerNorm's backward pass ends where the gradient of the residual is added, and begins with what the
+gradients of its weight and bias are sums of: one kernel here. Another lays the gradients of queries,
+keys and values side by side, as the matrix products before them want it, and sums them for the bias
+meanwhile. Forward passes stay torch's operations, for the compiler to fuse with what lies around
+them. Layers keep their parameters and names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, GluMlp, LayerNorm, Mlp, SwiGLU
+from timm.models.vision_transformer import Block
+from torch import nn
+
+from lockstep.models.mlp import FastMlp, is_for_us
+from lockstep.models.tile import ALIGNED_CHANNELS, Tile
+
+_HEADS = Tile(rows=32, channels=64, times=2, programs=1056)
+_WIDEST = 4096
+_CHANNELS_OF_WARP = 256
+"""Each thread reads 16 bytes of a row, and has the same channels of all rows: sums stay in it."""
+_FIRST_IS_LINEAR = (Mlp, FastMlp, GluMlp, SwiGLU)
+
+
+class FastBlock(Block):
+    """timm's; its own way where a GPU trains with autocast to 16 bits."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """x: [n, tokens, c]; anything else (a mask) is left to timm."""
+        hooked = _has_hooks(self.norm1) or _has_hooks(self.norm2)
+        if hooked or _is_asked_for_more(args, kwargs) or not is_for_us(self, x):
+            output: torch.Tensor = super().forward(x, *args, **kwargs)
+            return output
+        x, normed = residual_norm(x, self.norm1)
+        x = x + self.drop_path1(self.ls1(self.attn(normed)))
+        x, normed = residual_norm(x, self.norm2)
+        output = x + self.drop_path2(self.ls2(self.mlp(normed)))
+        return output
+
+
+class FastAttention(Attention):
+    """timm's; its own way where a GPU trains with autocast to 16 bits."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """x: [n, tokens, c]; anything else (a mask) is left to timm."""
+        output: torch.Tensor
+        if _is_asked_for_more(args, kwargs) or not is_for_us(self, x):
+            output = super().forward(x, *args, **kwargs)
+            return output
+        bias = self.qkv.bias
+        # The product adds the bias, but has no gradient for it.
+        joint = F.linear(x, self.qkv.weight, bias.detach())
+        q, k, v = _Heads.apply(joint, bias, self.num_heads)
+        output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p)
+        output = self.norm(output.transpose(1, 2).flatten(2))
+        output = self.proj_drop(self.proj(output))
+        return output
+
+
+def speed_up_blocks(model: nn.Module) -> None:
+    """Replace the layers of this file in a module that will be compiled, in place."""
+    for layer in model.modules():
+        if type(layer) is Attention and _is_usual(layer):
+            layer.__class__ = FastAttention
+    for layer in model.modules():
+        if type(layer) is Block and _is_made_of_known(layer):
+            layer.__class__ = FastBlock
+
+
+def _is_usual(layer: Attention) -> bool:
+    normed = type(layer.q_norm) is not nn.Identity or type(layer.k_norm) is not nn.Identity
+    if normed or not layer.fused_attn or getattr(layer, "gate", None) is not None:
+        return False
+    qkv = layer.qkv
+    if type(qkv) is not nn.Linear or qkv.bias is None:
+        return False
+    width = qkv.out_features // 3 // layer.num_heads
+    return width % ALIGNED_CHANNELS == 0 and width * layer.num_heads % _HEADS.channels == 0
+
+
+def _is_made_of_known(block: Block) -> bool:
+    """Whether what is normed goes to layers alone that round it to 16 bits at once."""
+    norms = _is_plain(block.norm1) and _is_plain(block.norm2)
+    attention = type(block.attn) in (Attention, FastAttention)
+    return norms and attention and type(block.mlp) in _FIRST_IS_LINEAR
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    if type(norm) not in (nn.LayerNorm, LayerNorm) or getattr(norm, "_fast_norm", False):
+        return False
+    if norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1:
+        return False
+    return len(norm.weight) % ALIGNED_CHANNELS == 0 and len(norm.weight) <= _WIDEST
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def _is_asked_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(value is not None and value is not False for value in (*args, *kwargs.values()))
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+def residual_norm(x: torch.Tensor, norm: nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x``, and its LayerNorm in autocast's dtype. Use both: their gradients are added in one pass.
+
+    Args:
+        x: [..., c].
+    """
+    dtype = torch.get_autocast_dtype(x.device.type)
+    same, normed = _ResidualNorm.apply(x, norm.weight, norm.bias, norm.eps, dtype)
+    return same, normed
+
+
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, mean, deviation = torch.native_layer_norm(
+            x.float(), weight.shape, weight.float(), bias.float(), eps
+        )
+        ctx.save_for_backward(x, mean, deviation, weight)
+        # Compiled, a copy that is read within the graph is none.
+        return x.clone(), normed.to(dtype)
+
+    @staticmethod
+    def backward(
+        ctx: Any, residual: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        x, mean, deviation, weight = ctx.saved_tensors
+        residual, gradient, rows = (
+            t.reshape(-1, len(weight)).contiguous() for t in (residual, gradient, x)
+        )
+        flow, parts = norm_backward(
+            residual, gradient, rows, mean.flatten(), deviation.flatten(), weight.float()
+        )
+        of_weight, of_bias = parts.sum(0).to(weight.dtype)
+        return flow.view_as(x), of_weight, of_bias, None, None
+
+
+class _Heads(torch.autograd.Function):
+    """Of [n, tokens, 3 c]: queries, keys and values, [n, heads, tokens, width] each.
+
+    ``bias`` has been added; it is given for its gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, joint: torch.Tensor, bias: torch.Tensor, heads: int
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dtype = bias.dtype
+        return joint.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        n, _, tokens, _ = gradients[0].shape
+        joint, parts = join_heads(*gradients)
+        return joint.view(n, tokens, -1), parts.sum(0).to(ctx.dtype), None
+
+
+# --- operators: kernels.py on the GPU, and what they stand for on the CPU ------------------------
+
+
+def _norm_tile(channels: int) -> tuple[Tile, int]:
+    """Whole rows, and the number of warps."""
+    channels = 1 << (channels - 1).bit_length()
+    warps = max(1, channels // _CHANNELS_OF_WARP)
+    return Tile(rows=4, channels=channels, times=1, programs=132 * (16 // warps)), warps
+
+
+@torch.library.custom_op("lockstep::norm_backward", mutates_args=(), device_types="cuda")
+def norm_backward(
+    residual: torch.Tensor,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of x, whose LayerNorm has ``gradient`` and which has itself ``residual``.
+
+    Args:
+        residual, gradient, x: [m, c]. weight: [c] float32.
+        mean, deviation: [m] float32, the latter's inverse.
+
+    Returns:
+        Like x; and [parts, 2, c] float32, whose sums are the gradients of weight and bias.
+    """
+    from lockstep.models.kernels import norm_backward_kernel
+
+    out, sums = _normed_like(x)
+    tile, warps = _norm_tile(x.shape[1])
+    tile.launch(
+        norm_backward_kernel, residual, gradient, x, mean, deviation, weight, out, sums,
+        rows=x, chunk=tile.chunk(x), num_warps=warps,
+    )  # fmt: skip
+    return out, sums
+
+
+def _normed_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = _norm_tile(x.shape[1])[0].parts(x.shape[1])
+    return torch.empty_like(x), x.new_empty((parts, 2, x.shape[1]), dtype=torch.float32)
+
+
+@norm_backward.register_fake
+def _(
+    residual: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _normed_like(x)
+
+
+@norm_backward.register_kernel("cpu")
+def _(
+    residual: torch.Tensor,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = _normed_like(x)
+    value = (x.float() - mean[:, None]) * deviation[:, None]
+    flow = gradient.float() * weight
+    shift, slope = flow.mean(1, keepdim=True), (flow * value).mean(1, keepdim=True)
+    out.copy_(residual + (flow - shift - value * slope) * deviation[:, None])
+    chunk = _norm_tile(x.shape[1])[0].chunk(x)
+    both = torch.stack([gradient * value, gradient.float()], 1)
+    for part, of in zip(sums.zero_(), both.split(chunk), strict=False):
+        part.copy_(of.sum(0))
+    return out, sums
+
+
+@torch.library.custom_op("lockstep::join_heads", mutates_args=(), device_types="cuda")
+def join_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of tokens, in which lie q, k and v, each head by head; and sums of parts of the rows.
+
+    Args:
+        q, k, v: [n, heads, tokens, width].
+
+    Returns:
+        [n tokens, 3 heads width], and [parts, 3 heads width] float32.
+    """
+    from lockstep.models.kernels import join_heads_kernel
+
+    out, sums = _joined_like(q)
+    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    _HEADS.launch(
+        join_heads_kernel, q, k, v, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], out, sums,
+        q.shape[2], rows=out, chunk=_HEADS.chunk(out), WIDTH=q.shape[3],
+    )  # fmt: skip
+    return out, sums
+
+
+@join_heads.register_fake
+def _joined_like(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    n, heads, tokens, width = q.shape
+    channels = 3 * heads * width
+    sums = q.new_empty((_HEADS.parts(channels), channels), dtype=torch.float32)
+    return q.new_empty((n * tokens, channels)), sums
+
+
+@join_heads.register_kernel("cpu")
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out, sums = _joined_like(q)
+    out.copy_(torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).reshape(out.shape))
+    for part, of in zip(sums.zero_(), out.float().split(_HEADS.chunk(out)), strict=False):
+        part.copy_(of.sum(0))
+    return out, sums
