@@ -49,7 +49,8 @@ class FastAttention(Attention):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x: [n, tokens, c]; anything else (a mask) is left to timm."""
         output: torch.Tensor
-        if _is_asked_for_more(args, kwargs) or not is_for_us(self, x):
+        hooked = _has_hooks(self.qkv)
+        if hooked or _is_asked_for_more(args, kwargs) or not is_for_us(self, x):
             output = super().forward(x, *args, **kwargs)
             return output
         bias = self.qkv.bias
@@ -93,9 +94,11 @@ def _is_made_of_known(block: Block) -> bool:
 def _is_plain(norm: nn.Module) -> bool:
     if type(norm) not in (nn.LayerNorm, LayerNorm) or getattr(norm, "_fast_norm", False):
         return False
-    if norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1:
+    assert isinstance(norm, nn.LayerNorm)
+    if not norm.elementwise_affine or norm.bias is None or len(norm.normalized_shape) != 1:
         return False
-    return len(norm.weight) % ALIGNED_CHANNELS == 0 and len(norm.weight) <= _WIDEST
+    channels = norm.normalized_shape[0]
+    return channels % ALIGNED_CHANNELS == 0 and channels <= _WIDEST
 
 
 def _has_hooks(layer: nn.Module) -> bool:
@@ -110,11 +113,11 @@ def _is_asked_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 # --- functions ------------------------------------------------------------------------------------
 
 
-def residual_norm(x: torch.Tensor, norm: nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:
+def residual_norm(x: torch.Tensor, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """``x``, and its LayerNorm in autocast's dtype. Use both: their gradients are added in one pass.
 
     Args:
-        x: [..., c].
+        x: [..., c]. norm: ``nn.LayerNorm`` of c, with weight and bias.
     """
     dtype = torch.get_autocast_dtype(x.device.type)
     same, normed = _ResidualNorm.apply(x, norm.weight, norm.bias, norm.eps, dtype)
@@ -164,7 +167,8 @@ class _Heads(torch.autograd.Function):
         ctx: Any, joint: torch.Tensor, bias: torch.Tensor, heads: int
     ) -> tuple[torch.Tensor, ...]:
         ctx.dtype = bias.dtype
-        return joint.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = joint.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -180,7 +184,7 @@ def _norm_tile(channels: int) -> tuple[Tile, int]:
     """Whole rows, and the number of warps."""
     channels = 1 << (channels - 1).bit_length()
     warps = max(1, channels // _CHANNELS_OF_WARP)
-    return Tile(rows=4, channels=channels, times=1, programs=132 * (16 // warps)), warps
+    return Tile(rows=2, channels=channels, times=1, programs=132 * (16 // warps)), warps
 
 
 @torch.library.custom_op("lockstep::norm_backward", mutates_args=(), device_types="cuda")

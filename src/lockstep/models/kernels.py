@@ -447,7 +447,7 @@ def join_heads_kernel(
     of_head = _of_three(which, q_head, k_head, v_head)
     of_token = _of_three(which, q_token, k_token, v_token)
     channel = begin + tl.arange(0, CHANNELS)
-    inner = begin % third + tl.arange(0, CHANNELS)
+    inner = tl.multiple_of(begin % third, CHANNELS) + tl.arange(0, CHANNELS)
     across = inner // WIDTH * of_head + inner % WIDTH
     count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
     out += part * chunk * channels
