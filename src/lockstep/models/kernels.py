@@ -364,10 +364,7 @@ def norm_backward_kernel(
         weight: [channels] float32.
         sums: [parts, 2, channels] float32: of gradients times normed values, and of gradients.
     """
-    part = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, CHANNELS)
-    is_channel = channel < channels
-    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
+    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
     residual += part * chunk * channels
     gradient += part * chunk * channels
     x += part * chunk * channels
@@ -380,8 +377,7 @@ def norm_backward_kernel(
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
             row = start + i * ROWS + tl.arange(0, ROWS)
-            inside = (row < count)[:, None] & is_channel[None, :]
-            at = row[:, None] * channels + channel[None, :]
+            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
             passed = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
@@ -438,28 +434,23 @@ def join_heads_kernel(
         sums: [parts, channels] float32.
         chunk: rows of a part.
     """
-    part = tl.program_id(0).to(tl.int64)
-    third = channels // 3
-    begin = tl.program_id(1) * CHANNELS
+    part, channel, _, count = _part(rows, channels, chunk, CHANNELS)
+    third, begin = channels // 3, tl.program_id(1) * CHANNELS
     which = begin // third
     x = _of_three(which, q, k, v)
     of_image = _of_three(which, q_image, k_image, v_image)
     of_head = _of_three(which, q_head, k_head, v_head)
     of_token = _of_three(which, q_token, k_token, v_token)
-    channel = begin + tl.arange(0, CHANNELS)
     inner = tl.multiple_of(begin % third, CHANNELS) + tl.arange(0, CHANNELS)
     across = inner // WIDTH * of_head + inner % WIDTH
-    count = tl.maximum(tl.minimum(chunk, rows - part * chunk), 0).to(tl.int32)
     out += part * chunk * channels
-    before = (part * chunk).to(tl.int32)
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            row = start + i * ROWS + tl.arange(0, ROWS)
-            inside = (row < count)[:, None]
-            image, token = (before + row) // tokens, (before + row) % tokens
-            at = image.to(tl.int64) * of_image + token * of_token
-            value = tl.load(x + at[:, None] + across[None, :], mask=inside, other=0)
+            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            row = (part * chunk).to(tl.int32) + start + i * ROWS + tl.arange(0, ROWS)
+            to_row = (row // tokens).to(tl.int64) * of_image + row % tokens * of_token
+            value = tl.load(x + to_row[:, None] + across[None, :], mask=inside, other=0)
             total += value.to(tl.float32)
-            tl.store(out + row[:, None] * channels + channel[None, :], value, mask=inside)
+            tl.store(out + at, value, mask=inside)
     tl.store(sums + part * channels + channel, tl.sum(total, 0))
