@@ -44,7 +44,7 @@ from lockstep.data.pack import pack
 from lockstep.data.sampler import window_slices
 from lockstep.engine.graphs import PassGraphs
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
-from lockstep.models.fast import IN_USE, compile_in_place
+from lockstep.models.fast import compile_in_place
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 SIZE, MEAN, STD = 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -198,7 +198,7 @@ def trainer(args: argparse.Namespace) -> Callable[[torch.Tensor], None]:
     model = create_model(args.train).to(args.device)
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    compile_in_place(model, "graphs", by_block=False, ours=IN_USE)
+    compile_in_place(model, "graphs", by_block=False, ours=True, norms=True)
     graphs = PassGraphs(list(model.parameters()))
     targets = torch.randint(1000, (args.batch,), device=args.device)
     queued: deque[torch.cuda.Event] = deque()

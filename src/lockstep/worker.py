@@ -40,7 +40,7 @@ from lockstep.engine.state import Progress, TrainState
 from lockstep.errors import Stopped, UserError
 from lockstep.models.batchnorm import RunningStatistics
 from lockstep.models.build import build, no_decay_names
-from lockstep.models.fast import IN_USE, compile_in_place
+from lockstep.models.fast import compile_in_place
 from lockstep.optim.build import build_optimizer
 from lockstep.optim.ema import WeightAverage
 from lockstep.strategy import Strategy, build_strategy
@@ -261,10 +261,8 @@ def build_state(
             model,
             plan.compile,
             by_block=strategy.materialises_meta,
-            ours=IN_USE
-            and device.type == "cuda"
-            and not splits
-            and not config.strategy.sync_batchnorm,
+            ours=device.type == "cuda" and not splits,
+            norms=plan.records and not config.strategy.sync_batchnorm,
         )
     if device.type == "cuda" and not strategy.materialises_meta:
         # FSDP shards contiguous parameters alone; its convolutions follow the images' layout.

@@ -226,7 +226,8 @@ def test_the_curve_stays(trained: Trainer, change: list[str]) -> None:
         pytest.importorskip("torchao", reason="pip install torchao")
     exact = trained(*WIDE, "strategy=single", "precision=fp32")
     strategy = [] if "strategy=fsdp" in change else ["strategy=single"]
-    check_same_run(trained(*WIDE, *strategy, *change), exact, tolerance=0.02)
+    tolerance = 0.05 if "precision=fp8" in change else 0.02
+    check_same_run(trained(*WIDE, *strategy, *change), exact, tolerance)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
@@ -272,9 +273,9 @@ def test_steps_do_not_wait_for_the_gpu(
         trained.start(tmp_path, *options, stop=stop)
     torch.cuda.set_sync_debug_mode("default")
     assert stop._step >= steps
-    assert [str(w.message) for w in told if "synchronizing" in str(w.message)] == []
+    assert [str(w.message) for w in told if "called a synchronizing" in str(w.message)] == []
     torch.cuda.set_sync_debug_mode("warn")
-    with pytest.warns(UserWarning, match="synchronizing"):  # that it would have been told
+    with pytest.warns(UserWarning, match="called a synchronizing"):  # that it would have been told
         torch.ones(1, device=DEVICE).item()
     torch.cuda.set_sync_debug_mode("default")
 

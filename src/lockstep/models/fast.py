@@ -23,9 +23,6 @@ from lockstep.models.join import JoinGradients
 from lockstep.models.mlp import speed_up_mlps
 from lockstep.models.norms import speed_up_norms
 
-IN_USE = False
-"""Whether runs use kernels of our own. They have been compared with torch's on the CPU alone yet."""
-
 _WHOLE_UP_TO = 16
 """Blocks of a network that is compiled in one piece."""
 _FEW_CHANNELS = 4
@@ -33,7 +30,9 @@ _ALIGNED_CHANNELS = 8
 """Tensor cores take so many channels of two bytes at once."""
 
 
-def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool) -> None:
+def compile_in_place(
+    model: nn.Module, mode: str, *, by_block: bool, ours: bool, norms: bool
+) -> None:
     """Compile without changing names: as a whole, or deep networks block by block.
 
     Blocks of one shape are compiled once then; only what lies between them is lost to the compiler.
@@ -42,7 +41,10 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool)
         mode: of the key ``compile``, not ``off``.
         by_block: in any case (FSDP's hooks lie between blocks).
         ours: with our own kernels. Not where DistributedDataParallel splits the graph, which it
-            cannot within their functions, nor where BatchNorm's statistics are synchronised.
+            cannot within their functions.
+        norms: of these, BatchNorm's, too. Not where its statistics are synchronised, nor where passes
+            are not recorded: there are three for each layer, and to launch them one by one from
+            Python takes longer than they save.
     """
     # What was compiled is kept, and not in /tmp, which the next start of the machine empties.
     with suppress(RuntimeError):  # no home
@@ -50,15 +52,16 @@ def compile_in_place(model: nn.Module, mode: str, *, by_block: bool, ours: bool)
     # Blocks of one class share a cache, in which each shape and mode takes a place.
     torch._dynamo.config.recompile_limit = 64
     options: dict[str, Any] = {"max_autotune": True} if mode == "max" else {}
-    if ours:
+    if ours and norms:
         options["post_grad_custom_pre_pass"] = JoinGradients()
     by_block = by_block or _is_deep(model)
     for part in _parts(model) if by_block else [model]:
         speed_up(part)
         if ours:
-            speed_up_norms(part)
             speed_up_mlps(part)
             speed_up_blocks(part)
+        if ours and norms:
+            speed_up_norms(part)
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
         # slower, and inductor fails on BatchNorm's.
         part.compile(dynamic=False if by_block else None, options=options or None)

@@ -50,6 +50,7 @@ class FastBatchNorm(nn.BatchNorm2d):
             self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
             deviation = (variance + self.eps).rsqrt()
         if self.pool:
+            input = input.contiguous(memory_format=torch.channels_last)
             return _result(_BatchNormPool.apply(input, self.weight, self.bias, mean, deviation))
         return _result(_BatchNorm.apply(input, self.weight, self.bias, mean, deviation, self.relu))
 
@@ -150,8 +151,9 @@ class _BatchNorm(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias, mean, deviation)
         ctx.relu = relu
-        output = (x.float() - _wide(mean)) * _wide(weight * deviation) + _wide(bias)
-        return (output.relu() if relu else output).to(x.dtype)
+        output = (as_type(x, torch.float32) - _wide(mean)) * _wide(weight * deviation)
+        output = output + _wide(bias)
+        return as_type(output.relu() if relu else output, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -178,28 +180,28 @@ class _BatchNormPool(torch.autograd.Function):
         mean: torch.Tensor,
         deviation: torch.Tensor,
     ) -> torch.Tensor:
-        pixels = x.permute(0, 2, 3, 1).contiguous()
-        output, places, chosen = norm_max_pool(pixels, mean, weight * deviation, bias)
-        ctx.save_for_backward(pixels, places, chosen, weight, bias, mean, deviation)
-        return _result(output).permute(0, 3, 1, 2)
+        output, places, chosen = norm_max_pool(x, mean, weight * deviation, bias)
+        ctx.save_for_backward(x, places, chosen, weight, bias, mean, deviation)
+        return _result(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pixels, places, chosen, weight, bias, mean, deviation = ctx.saved_tensors
-        scale, count = weight * deviation, pixels.numel() // len(weight)
+        x, places, chosen, weight, bias, mean, deviation = ctx.saved_tensors
+        scale, count = weight * deviation, x.numel() // len(weight)
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
         total, product = sums_of_gradient(
-            _rows(gradient), chosen.view(-1, len(weight)), mean, scale, bias, relu=True
+            _rows(gradient), _rows(chosen), mean, scale, bias, relu=True
         )
         flow = norm_max_pool_backward(
-            gradient.permute(0, 2, 3, 1).contiguous(),
+            gradient,
             places,
-            pixels,
+            x,
             mean,
             scale,
             total / count,
             deviation.square() * product / count,
         )
-        return _result(flow).permute(0, 3, 1, 2), product * deviation, total, None, None
+        return _result(flow), product * deviation, total, None, None
 
 
 def sums_of_gradient(
@@ -228,6 +230,12 @@ def _result(of_function: Any) -> torch.Tensor:
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[n, c, h, w] as contiguous [n h w, c]; no copy where channels lie last."""
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).contiguous()
+
+
+def as_type(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x itself where it has the type: torch 2.11's compiler takes a function's result that is another
+    of its values for two, and loses the gradient of one."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _wide(of_channels: torch.Tensor) -> torch.Tensor:
@@ -331,17 +339,17 @@ def norm_max_pool(
     """Largest ReLU((x - mean) scale + bias) of the 3 x 3 pixels around every second one.
 
     Args:
-        x: [n, h, w, c]. mean, scale, bias: [c] float32.
+        x: [n, c, h, w], channels last. mean, scale, bias: [c] float32.
 
     Returns:
-        [n, (h + 1) / 2, (w + 1) / 2, c] each: that; which of the pixels it is, counted by rows, int8,
+        [n, c, (h + 1) / 2, (w + 1) / 2] each, channels last: that; which of the pixels it is, counted by rows, int8,
         9 where none is positive; its x.
     """
     from lockstep.models.kernels import norm_max_pool_kernel
 
-    n, h, w, c = x.shape
+    n, c, h, w = x.shape
     out, places, chosen = _pooled(x)
-    high, across = out.shape[1], out.shape[2] * c
+    high, across = out.shape[2], out.shape[3] * c
     norm_max_pool_kernel[n * high, -(-across // _POOL_BLOCK)](
         x, mean, scale, bias, out, places, chosen, h, w, c, high, across, BLOCK=_POOL_BLOCK
     )
@@ -350,25 +358,28 @@ def norm_max_pool(
 
 @norm_max_pool.register_fake
 def _pooled(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    n, h, w, c = x.shape
-    out = x.new_empty((n, (h + 1) // 2, (w + 1) // 2, c))
-    return out, torch.empty_like(out, dtype=torch.int8), torch.empty_like(out)
+    n, c, h, w = x.shape
+    size = (n, c, (h + 1) // 2, (w + 1) // 2)
+    out, places, chosen = (
+        torch.empty(size, dtype=dtype, device=x.device, memory_format=torch.channels_last)
+        for dtype in (x.dtype, torch.int8, x.dtype)
+    )
+    return out, places, chosen
 
 
 @norm_max_pool.register_kernel("cpu")
 def _(
     x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    n, h, w, c = x.shape
-    planes = ((x.float() - mean) * scale + bias).permute(0, 3, 1, 2)
+    w = x.shape[3]
+    planes = (x.float() - _wide(mean)) * _wide(scale) + _wide(bias)
     most, at = F.max_pool2d(planes, 3, 2, 1, return_indices=True)
     i = torch.arange(most.shape[2])[:, None]
     j = torch.arange(most.shape[3])[None, :]
     places = torch.where(most <= 0, 9, (at // w - 2 * i + 1) * 3 + at % w - 2 * j + 1)
-    chosen = x.permute(0, 3, 1, 2).reshape(n, c, h * w).gather(2, at.flatten(2)).view(at.shape)
-    results = (most.relu().to(x.dtype), places.to(torch.int8), chosen)
-    out, where, of = (result.permute(0, 2, 3, 1).contiguous() for result in results)
-    return out, where, of
+    chosen = x.flatten(2).gather(2, at.flatten(2)).view(at.shape)
+    out, where, of = _pooled(x)
+    return out.copy_(most.relu()), where.copy_(places), of.copy_(chosen)
 
 
 @torch.library.custom_op("lockstep::norm_max_pool_backward", mutates_args=(), device_types="cuda")
@@ -384,13 +395,13 @@ def norm_max_pool_backward(
     """The gradient of x: (that of ReLU's input - shift - (x - mean) slope) scale.
 
     Args:
-        gradient, places: [n, (h + 1) / 2, (w + 1) / 2, c], of :func:`norm_max_pool`.
-        x: [n, h, w, c]. mean, scale, shift, slope: [c] float32.
+        gradient, places: [n, c, (h + 1) / 2, (w + 1) / 2], channels last, as :func:`norm_max_pool`'s.
+        x: [n, c, h, w], channels last. mean, scale, shift, slope: [c] float32.
     """
     from lockstep.models.kernels import norm_max_pool_backward_kernel
 
-    (n, h, w, c), (high, wide) = x.shape, gradient.shape[1:3]
-    out = torch.empty_like(x)
+    (n, c, h, w), (high, wide) = x.shape, gradient.shape[2:]
+    out = torch.empty_like(x, memory_format=torch.channels_last)
     norm_max_pool_backward_kernel[n * high, -(-wide * c // _POOL_BLOCK)](
         gradient, places, x, mean, scale, shift, slope, out, h, w, c, high, wide * c,
         BLOCK=_POOL_BLOCK,
@@ -400,7 +411,7 @@ def norm_max_pool_backward(
 
 @norm_max_pool_backward.register_fake
 def _(gradient: torch.Tensor, places: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.channels_last)
 
 
 @norm_max_pool_backward.register_kernel("cpu")
@@ -413,10 +424,12 @@ def _(
     shift: torch.Tensor,
     slope: torch.Tensor,
 ) -> torch.Tensor:
-    (n, h, w, c), (high, wide) = x.shape, gradient.shape[1:3]
-    flow = torch.zeros(n, 2 * high + 2, 2 * wide + 2, c)
+    (n, c, h, w), (high, wide) = x.shape, gradient.shape[2:]
+    flow = torch.zeros(n, c, 2 * high + 2, 2 * wide + 2)
     for place in range(9):
         i, j = place // 3, place % 3
-        flow[:, i : i + 2 * high : 2, j : j + 2 * wide : 2] += gradient.where(places == place, 0.0)
-    flow = flow[:, 1 : h + 1, 1 : w + 1]
-    return ((flow - shift - (x.float() - mean) * slope) * scale).to(x.dtype)
+        of = gradient.where(places == place, 0.0)
+        flow[..., i : i + 2 * high : 2, j : j + 2 * wide : 2] += of
+    flow = flow[..., 1 : h + 1, 1 : w + 1] - _wide(shift)
+    out = torch.empty_like(x, memory_format=torch.channels_last)
+    return out.copy_((flow - (x.float() - _wide(mean)) * _wide(slope)) * _wide(scale))
