@@ -184,7 +184,7 @@ def _norm_tile(channels: int) -> tuple[Tile, int]:
     """Whole rows, and the number of warps."""
     channels = 1 << (channels - 1).bit_length()
     warps = max(1, channels // _CHANNELS_OF_WARP)
-    return Tile(rows=2, channels=channels, times=1, programs=132 * (16 // warps)), warps
+    return Tile(rows=2, channels=channels, times=1, programs=132 * (20 // warps)), warps
 
 
 @torch.library.custom_op("lockstep::norm_backward", mutates_args=(), device_types="cuda")

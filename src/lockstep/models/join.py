@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from lockstep.models.tile import Tile
 
-_TILE = Tile(rows=16, channels=64, times=2, programs=1056)
+_TILE = Tile(rows=16, channels=128, times=1, programs=528)
 _aten = torch.ops.aten
 _VIEWS = {
     *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default),
