@@ -629,6 +629,11 @@ def test_nothing_to_note(overrides: list[str]) -> None:
     assert plan(*overrides).notes == []
 
 
+def test_fp8_is_not_for_speed() -> None:
+    found = plan("precision=fp8", machine=ONE)
+    assert any("it was slower than precision=bf16" in note for note in found.notes)
+
+
 # --- on paper ---------------------------------------------------------------------------------
 
 
