@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
-from lockstep.models.join import _TILE, JoinGradients, joined_gradient
+from lockstep.models.join import JoinGradients, joined_gradient
 from lockstep.models.norms import speed_up_norms, sums_of_gradient
 from tests.models.test_norms import DEVICES, distance, everywhere, images
 
@@ -69,6 +70,47 @@ def test_networks(everywhere: None, name: str, joins: int, device: str) -> None:
     assert counting.found == joins
 
 
+@pytest.mark.parametrize(
+    "between, joins",
+    [
+        (lambda x: x, 1),
+        (lambda x: F.channel_shuffle(x, 4).contiguous(memory_format=torch.channels_last), 0),
+        (lambda x: x.transpose(2, 3).contiguous(memory_format=torch.channels_last), 0),
+        (lambda x: x.flip(3), 0),
+    ],
+    ids=["nothing", "shuffled channels", "transposed", "mirrored"],
+)
+def test_only_what_is_meant(everywhere: None, between: Any, joins: int) -> None:
+    """BatchNorm's rows must be those of the masked gradient, in their order."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+            self.norm = nn.BatchNorm2d(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = between(self.norm(self.first(x))).relu()
+            return self.second(self.second(y) + y)
+
+    torch.manual_seed(0)
+    plain = Net().to(memory_format=torch.channels_last)
+    fast = copy.deepcopy(plain)
+    speed_up_norms(fast)
+    torch._dynamo.reset()
+    counting = Counting()
+    fast.compile(backend=counting.backend())
+    x = images(2, 16, 8, 8, dtype=torch.float32, device="cpu")
+    gradients = []
+    for network in (fast, plain):
+        output = network(x)
+        flow = torch.arange(output.numel()).cos().view_as(output)
+        gradients.append(torch.autograd.grad((output * flow).sum(), list(network.parameters())))
+    for found, wanted in zip(*gradients, strict=True):
+        assert distance(found, wanted) < 1e-3
+    assert counting.found == joins
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 16, 5, 7), (8, 256, 28, 28), (3, 80, 1, 1)], ids=str)
@@ -77,7 +119,7 @@ def test_joined_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: str
     last = {"memory_format": torch.channels_last}
     a, b, y, x = (torch.randn(shape, generator=random).to(device, dtype, **last) for _ in range(4))
     rows, mean = x.permute(0, 2, 3, 1).reshape(-1, shape[1]), torch.randn(shape[1], device=device)
-    out, sums = joined_gradient(a, b, y.relu(), rows, mean, _TILE.chunk(rows))
+    out, sums = joined_gradient(a, b, y.relu(), rows, mean)
     wanted = torch.where(y > 0, a + b, 0)
     torch.testing.assert_close(out, wanted, rtol=0, atol=0)
     flow = out.permute(0, 2, 3, 1).reshape(rows.shape)

@@ -26,7 +26,7 @@ def test_gelu_to_more_than_16_bits() -> None:
     rows = x.detach().float().view(1, -1)
     found = bias_gelu(rows, torch.zeros(rows.shape[1]))
     assert float((found[0] - wanted).abs().max()) < 5e-5
-    flow, _ = gelu_backward(torch.ones_like(rows), rows, torch.zeros(rows.shape[1]), 1)
+    flow, _ = gelu_backward(torch.ones_like(rows), rows, torch.zeros(rows.shape[1]))
     assert float((flow[0] - slope).abs().max()) < 5e-5
 
 
@@ -54,8 +54,8 @@ def test_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> N
 def test_the_kernel_is_what_it_stands_for() -> None:
     x, flow = torch.randn(2, 25216, 3072, generator=torch.Generator().manual_seed(0))
     bias = torch.linspace(-1, 1, 3072)
-    found = gelu_backward(flow.cuda(), x.cuda(), bias.cuda(), mlp._TILE.chunk(x))
-    for a, b in zip(found, gelu_backward(flow, x, bias, mlp._TILE.chunk(x)), strict=True):
+    found = gelu_backward(flow.cuda(), x.cuda(), bias.cuda())
+    for a, b in zip(found, gelu_backward(flow, x, bias), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-3)
     assert len(found[1]) == mlp._TILE.parts(3072)
 
@@ -91,7 +91,7 @@ def test_networks(
 ) -> None:
     """In training with autocast alone; the same gradients to 16 bits."""
     used: list[torch.dtype] = []
-    monkeypatch.setattr(mlp, "is_for_us", lambda layer, _: layer.training)
+    monkeypatch.setattr(mlp, "trains_in_16_bits", lambda layer, _: layer.training)
     torch.manual_seed(0)
     kwargs = {"img_size": 16, "depth": 2, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
     plain = timm.create_model("vit_tiny_patch16_224", patch_size=4, **kwargs).to(device)
@@ -119,6 +119,6 @@ def test_networks(
 
 def test_not_for_the_cpu_nor_for_32_bits() -> None:
     layer = Mlp(4, 8)
-    assert not mlp.is_for_us(layer, torch.zeros(1, 4))
+    assert not mlp.trains_in_16_bits(layer, torch.zeros(1, 4))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not mlp.is_for_us(layer, torch.zeros(1, 4))
+        assert not mlp.trains_in_16_bits(layer, torch.zeros(1, 4))

@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, too: where the operators have no kernels, but what these stand for."""
-    monkeypatch.setattr(norms, "_is_for_us", lambda layer, _: layer.training)
+    monkeypatch.setattr(norms, "_trains_on_gpu", lambda layer, _: layer.training)
 
 
 def images(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -108,6 +108,59 @@ def test_max_pool(
     assert distance(fast(x), exact(x.double())) < close
 
 
+@pytest.mark.parametrize("far", [1e4, 100.0])
+def test_a_value_far_off(everywhere: None, far: float) -> None:
+    """The very first, or the first of each image."""
+    x = images(16, 16, 28, 28, dtype=torch.float32, device="cpu").detach()
+    x[: 1 if far == 1e4 else None, :, 0, 0] = far
+    found, wanted = FastBatchNorm(16), nn.BatchNorm2d(16).double()
+    found(x), wanted(x.double())
+    torch.testing.assert_close(found.running_var.double(), wanted.running_var, rtol=1e-4, atol=0)
+
+
+def test_what_is_left_to_torch(everywhere: None) -> None:
+    norm = FastBatchNorm(16)
+    with pytest.raises(ValueError, match="more than 1 value"):
+        norm(torch.randn(1, 16, 1, 1))
+    with pytest.raises(ValueError, match="4D"):
+        norm(torch.randn(2, 16, 4))
+    assert norm(torch.empty(0, 16, 4, 4)).shape == (0, 16, 4, 4)
+
+
+def noted(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+class Tapped(nn.Sequential):
+    """Of which somebody wants what BatchNorm gives."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        normed = self[0](input)
+        return self[1](normed) + normed
+
+
+SHARED = nn.BatchNorm2d(16)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Sequential(nn.BatchNorm2d(16), noted(nn.ReLU())),
+        Tapped(nn.BatchNorm2d(16), nn.ReLU()),
+        nn.Sequential(nn.Sequential(SHARED, nn.ReLU()), SHARED),
+        nn.Sequential(SHARED, nn.ReLU(), SHARED, nn.Sigmoid()),
+    ],
+    ids=["a hook", "a forward of its own", "elsewhere, too", "twice"],
+)
+def test_relu_that_stays(network: nn.Module) -> None:
+    fast = copy.deepcopy(network)
+    speed_up_norms(fast)
+    assert sum(isinstance(m, nn.ReLU) for m in fast.modules()) == 1
+    x = images(2, 16, 4, 4, dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(fast.eval()(x), network.eval()(x))
+
+
 def test_max_pool_of_what_is_no_number(everywhere: None) -> None:
     """It is seen, and nothing else of it is in what follows."""
     exact = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
@@ -130,16 +183,13 @@ def test_kernels_are_what_they_stand_for(
     random = torch.Generator().manual_seed(0)
     rows, flow = (torch.randn(shape, generator=random).add(2).to(dtype) for _ in range(2))
     mean, scale, bias = torch.randn(3, shape[1], generator=random)
-    for operator, inputs, tile in (
-        (norms.batch_moments, (rows,), norms._MOMENTS),
-        (norms.gradient_sums, (flow, rows, mean, scale, bias), norms._tile_of_sums(relu)),
-    ):
-        options = (tile.chunk(rows), *([relu] if operator is norms.gradient_sums else []))
-        on_gpu = operator(*(i.cuda() for i in inputs), *options)
-        used = -(-len(rows) // options[0])
-        torch.testing.assert_close(
-            on_gpu[:used].cpu(), operator(*inputs, *options)[:used], rtol=1e-3, atol=1e-2
-        )
+    found = [*norms.batch_moments(rows.cuda())]
+    wanted = [*norms.batch_moments(rows)]
+    inputs = (flow, rows, mean, scale, bias)
+    found.append(norms.gradient_sums(*(i.cuda() for i in inputs), relu))
+    wanted.append(norms.gradient_sums(*inputs, relu))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.gpu
@@ -203,13 +253,17 @@ def test_networks(name: str, kinds: dict[type, int]) -> None:
     assert kinds or not FastBatchNorm in found
 
 
-class Chain(nn.Sequential):
-    """torch 2.11's compiler takes the layers of torch's own one by one."""
+class Chain(nn.Module):
+    """torch 2.11's compiler takes the layers of torch's own Sequential one by one."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        for layer in self:
-            input = layer(input)
-        return input
+        """input: [n, c, h, w]."""
+        output: torch.Tensor = self.layers(input)
+        return output
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,8 +7,10 @@ its sums. Written in torch's operations, so that the compiler fuses them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +19,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.machine import cache_folder
-from lockstep.models.blocks import speed_up_blocks
 from lockstep.models.build import blocks
 from lockstep.models.join import JoinGradients
 from lockstep.models.mlp import speed_up_mlps
 from lockstep.models.norms import speed_up_norms
+from lockstep.models.vit import speed_up_blocks
 
 _WHOLE_UP_TO = 16
 """Blocks of a network that is compiled in one piece."""
@@ -49,6 +51,7 @@ def compile_in_place(
     # What was compiled is kept, and not in /tmp, which the next start of the machine empties.
     with suppress(RuntimeError):  # no home
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    _tell_cache_of_kernels()
     # Blocks of one class share a cache, in which each shape and mode takes a place.
     torch._dynamo.config.recompile_limit = 64
     options: dict[str, Any] = {"max_autotune": True} if mode == "max" else {}
@@ -65,6 +68,17 @@ def compile_in_place(
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is
         # slower, and inductor fails on BatchNorm's.
         part.compile(dynamic=False if by_block else None, options=options or None)
+
+
+def _tell_cache_of_kernels() -> None:
+    """How much room kernels need is no part of a graph: a changed one must not meet an old graph."""
+    config = torch.compiler.config
+    files = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        files.update(path.read_bytes())
+    tag = files.hexdigest()[:16]
+    if not config.cache_key_tag.endswith(tag):
+        config.cache_key_tag += tag
 
 
 def _is_deep(model: nn.Module) -> bool:

@@ -15,14 +15,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from lockstep.models.tile import Tile
+from lockstep.models.tile import Tile, rows_of
 
 _TILE = Tile(rows=16, channels=128, times=1, programs=528)
 _aten = torch.ops.aten
-_VIEWS = {
-    *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default),
-    *(_aten.permute.default, _aten.clone.default),
-}
+_RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
 class JoinGradients(CustomGraphPass):
@@ -45,19 +42,20 @@ class JoinGradients(CustomGraphPass):
 
 
 def _join(graph: Graph, sums: Node) -> bool:
+    gradient: Any
     rows: Any
+    mean: Any
     gradient, rows, mean, *_, relu = sums.args
-    masked = _behind_views(gradient)
+    masked = _as_images(gradient)
     parts = _masked_addition(masked)
-    if relu or not parts or not all(_lies_channels_last(part) for part in parts):
+    if relu or not parts or not _are_alike(masked, *parts):
         return False
-    chunk = _TILE.chunk(rows.meta["val"])
-    args = (*parts, rows, mean, chunk)
+    args = (*parts, rows, mean)
     with graph.inserting_before(sums):
         both = graph.call_function(torch.ops.lockstep.joined_gradient.default, args)
         flow = graph.call_function(getitem, (both, 0))
         found = graph.call_function(getitem, (both, 1))
-    values: list[Any] = [n.meta["val"] if isinstance(n, Node) else n for n in args]
+    values: list[Any] = [n.meta["val"] for n in args]
     with values[0].fake_mode:
         both.meta["val"] = joined_gradient(*values)
     flow.meta["val"], found.meta["val"] = both.meta["val"]
@@ -67,17 +65,28 @@ def _join(graph: Graph, sums: Node) -> bool:
     return True
 
 
-def _behind_views(node: Any) -> Any:
-    while node.target in _VIEWS:
+def _as_images(rows: Any) -> Any:
+    """What ``rows_of`` made these rows of; None if anything else did."""
+    node = _behind_copies(rows)
+    if node.target not in _RESHAPES:
+        return None
+    node = _behind_copies(node.args[0])
+    if node.target is not _aten.permute.default or list(node.args[1]) != [0, 2, 3, 1]:
+        return None
+    (n, c, h, w), wanted = node.args[0].meta["val"].shape, rows.meta["val"].shape
+    return node.args[0] if tuple(wanted) == (n * h * w, c) else None
+
+
+def _behind_copies(node: Any) -> Any:
+    while node.target is _aten.clone.default:
         node = node.args[0]
     return node
 
 
 def _masked_addition(node: Any) -> tuple[Node, Node, Node] | None:
     """a, b and y of where(y <= 0, 0, a + b)."""
-    if node.target is not _aten.where.self:
+    if node is None or node.target is not _aten.where.self:
         return None
-    mask: Any
     mask, zero, both = node.args
     if mask.target is not _aten.le.Scalar or mask.args[1] != 0 or not _is_zero(zero):
         return None
@@ -91,12 +100,19 @@ def _is_zero(node: Any) -> bool:
     return node.target in (_aten.full.default, _aten.scalar_tensor.default) and node.args[-1] == 0
 
 
-def _lies_channels_last(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor) or value.dim() != 4:
+def _are_alike(*nodes: Any) -> bool:
+    """Whether all are images of one known size and type, channels last."""
+    if not all(isinstance(node, Node) for node in nodes):
         return False
-    known = all(isinstance(size, int) for size in value.shape)
-    return known and value.is_contiguous(memory_format=torch.channels_last)
+    values = [node.meta.get("val") for node in nodes]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    first = values[0]
+    return all(isinstance(size, int) for size in first.shape) and all(
+        (value.shape, value.dtype) == (first.shape, first.dtype)
+        and value.is_contiguous(memory_format=torch.channels_last)
+        for value in values
+    )
 
 
 @torch.library.custom_op("lockstep::joined_gradient", mutates_args=(), device_types="cuda")
@@ -106,7 +122,6 @@ def joined_gradient(
     y: torch.Tensor,
     rows: torch.Tensor,
     mean: torch.Tensor,
-    chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """a + b where y is positive, else 0; and what ``gradient_sums`` sums of it.
 
@@ -114,14 +129,12 @@ def joined_gradient(
         a, b, y: [n, c, h, w], channels last. rows: [n h w, c]. mean: [c] float32.
 
     Returns:
-        Like a; and [parts, 2, c] float32, of ``chunk`` rows each.
+        Like a; and [parts, 2, c] float32.
     """
     from lockstep.models.kernels import joined_gradient_kernel
 
     out, sums = _joined(a, b, y, rows)
-    last = torch.channels_last
-    a, b, y = (each.contiguous(memory_format=last) for each in (a, b, y))
-    _TILE.launch(joined_gradient_kernel, a, b, y, rows, mean, out, sums, rows=rows, chunk=chunk)
+    _TILE.launch(joined_gradient_kernel, a, b, y, rows, mean, out, sums, rows=rows)
     return out, sums
 
 
@@ -129,9 +142,7 @@ def joined_gradient(
 def _joined(
     a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    c = rows.shape[1]
-    sums = rows.new_empty((_TILE.parts(c), 2, c), dtype=torch.float32)
-    return torch.empty_like(a, memory_format=torch.channels_last), sums
+    return torch.empty_like(a, memory_format=torch.channels_last), _TILE.sums_like(rows, 2)
 
 
 @joined_gradient.register_kernel("cpu")
@@ -141,13 +152,7 @@ def _(
     y: torch.Tensor,
     rows: torch.Tensor,
     mean: torch.Tensor,
-    chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = _joined(a, b, y, rows)
-    out.copy_(torch.where(y <= 0, 0, a + b))
-    flow = out.permute(0, 2, 3, 1).reshape(rows.shape).float()
-    centred = rows.float() - mean
-    for part, some, of in zip(sums.zero_(), flow.split(chunk), centred.split(chunk), strict=False):
-        part[0] = some.sum(0)
-        part[1] = (some * of).sum(0)
-    return out, sums
+    out = torch.where(y <= 0, 0, a + b).contiguous(memory_format=torch.channels_last)
+    flow, centred = rows_of(out).float(), rows.float() - mean
+    return out, _TILE.sum_parts(torch.stack([flow, flow * centred], 1))

@@ -32,6 +32,7 @@ def _block(start, count, channel, channels, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "chunk"])
 def moments_kernel(
     x,
+    near,
     out,
     rows,
     channels,
@@ -40,15 +41,19 @@ def moments_kernel(
     CHANNELS: tl.constexpr,
     TIMES: tl.constexpr,
 ):
-    """Sums of a row less the first of all, and of its square, of a part of the rows.
+    """Sums of what rows are apart from the mean of the first ``ROWS``, and of its square.
 
     Args:
         x: [rows, channels].
+        near: [channels] float32, that mean.
         out: [parts, 2, channels] float32.
         chunk: rows of a part.
     """
     part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
-    near = tl.load(x + channel, mask=is_channel, other=0).to(tl.float32)
+    at, inside = _block(0, rows, channel, channels, ROWS)
+    middle = tl.sum(tl.load(x + at, mask=inside, other=0).to(tl.float32), 0)
+    middle /= tl.minimum(rows, ROWS)
+    tl.store(near + channel, middle, mask=is_channel & (part == 0))
     x += part * chunk * channels
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     squares = tl.zeros([ROWS, CHANNELS], tl.float32)
@@ -56,7 +61,7 @@ def moments_kernel(
         for i in tl.static_range(TIMES):
             at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-            value = tl.where(inside, value - near[None, :], 0)
+            value = tl.where(inside, value - middle[None, :], 0)
             sums += value
             squares += value * value
     out += part * 2 * channels + channel

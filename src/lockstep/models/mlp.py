@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import nn
 
-from lockstep.models.tile import ALIGNED_CHANNELS, Tile
+from lockstep.models.tile import (
+    ALIGNED_CHANNELS,
+    Tile,
+    as_type,
+    has_hooks,
+    trains_in_16_bits,
+)
 
 _TILE = Tile(rows=16, channels=128, times=2, programs=1056)
 _LIMIT = 4.5
@@ -34,7 +40,8 @@ class FastMlp(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., c]."""
         output: torch.Tensor
-        if not is_for_us(self, x):
+        hooked = has_hooks(self.fc1) or has_hooks(self.act)
+        if hooked or not trains_in_16_bits(self, x):
             output = super().forward(x)  # type: ignore[no-untyped-call]
             return output
         assert self.fc1.bias is not None
@@ -60,11 +67,6 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def is_for_us(layer: nn.Module, x: torch.Tensor) -> bool:
-    # torch.float32 is autocast's dtype nowhere.
-    return layer.training and x.is_cuda and torch.is_autocast_enabled("cuda")
-
-
 def _is_usual(layer: Mlp) -> bool:
     exact = type(layer.act) is nn.GELU and layer.act.approximate == "none"
     if not exact or type(layer.fc1) is not nn.Linear or layer.fc1.bias is None:
@@ -76,16 +78,15 @@ class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, bias)
-        value = x.float() + bias.float()
-        return (value * _below(value)).to(x.dtype)
+        value = as_type(x, torch.float32) + bias.float()
+        return as_type(value * _below(value), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, bias = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        flow, parts = gelu_backward(
-            gradient.reshape(rows.shape).contiguous(), rows, bias.float(), _TILE.chunk(rows)
-        )
+        gradient = gradient.reshape(rows.shape).contiguous()
+        flow, parts = gelu_backward(gradient, rows, bias.float())
         return flow.view_as(x), parts.sum(0).to(bias.dtype)
 
 
@@ -102,9 +103,9 @@ def _below(value: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("lockstep::gelu_backward", mutates_args=(), device_types="cuda")
 def gelu_backward(
-    gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, chunk: int
+    gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of GELU(x + bias): [m, c] like x, and their sums of ``chunk`` rows each.
+    """Gradients of GELU(x + bias): [m, c] like x, and sums of parts of its rows.
 
     Args:
         gradient, x: [m, c]. bias: [c] float32.
@@ -114,30 +115,26 @@ def gelu_backward(
     """
     from lockstep.models.kernels import gelu_backward_kernel
 
-    out, sums = _gradients_like(gradient, x, bias, chunk)
+    out, sums = _gradients_like(gradient, x, bias)
     _TILE.launch(
         gelu_backward_kernel, gradient, x, bias, out, sums,
-        rows=x, chunk=chunk, LIMIT=_LIMIT, SERIES=_SERIES,
+        rows=x, LIMIT=_LIMIT, SERIES=_SERIES,
     )  # fmt: skip
     return out, sums
 
 
 @gelu_backward.register_fake
 def _gradients_like(
-    gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, chunk: int
+    gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    channels = x.shape[1]
-    return torch.empty_like(x), x.new_empty((_TILE.parts(channels), channels), dtype=torch.float32)
+    return torch.empty_like(x), _TILE.sums_like(x)
 
 
 @gelu_backward.register_kernel("cpu")
 def _(
-    gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, chunk: int
+    gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = _gradients_like(gradient, x, bias, chunk)
     value = x.float() + bias
     density = torch.exp(-0.5 * value.square()) * 0.3989422804014327
     flow = gradient.float() * (_below(value) + value * density)
-    for part, of in zip(sums.zero_(), flow.split(chunk), strict=False):
-        part.copy_(of.sum(0))
-    return out.copy_(flow), sums
+    return flow.to(x.dtype), _TILE.sum_parts(flow)

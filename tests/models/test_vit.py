@@ -15,8 +15,8 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 from lockstep.config.schema import Precision
-from lockstep.models import blocks
-from lockstep.models.blocks import FastAttention, FastBlock, join_heads, norm_backward
+from lockstep.models import vit
+from lockstep.models.vit import FastAttention, FastBlock, join_heads, norm_backward
 from lockstep.strategy.precision import lower_residuals
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, too: where the operators have no kernels, but what these stand for."""
-    monkeypatch.setattr(blocks, "is_for_us", lambda layer, _: layer.training)
+    monkeypatch.setattr(vit, "trains_in_16_bits", lambda layer, _: layer.training)
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -50,7 +50,7 @@ def test_residual_norm(shape: tuple[int, ...], stream: torch.dtype, device: str)
     )
     total = (wanted * flow).sum() + (x.double() * passed).sum()
     with torch.autocast(device, torch.bfloat16):
-        same, found = blocks.residual_norm(x, norm)
+        same, found = vit.residual_norm(x, norm)
     assert torch.equal(same, x) and same.dtype == stream and found.dtype == torch.bfloat16
     assert distance(found, wanted) < 8e-3
     gradients = torch.autograd.grad([same, found], inputs, [passed.to(stream), flow])
@@ -73,7 +73,7 @@ def test_heads(shape: tuple[int, ...]) -> None:
     joint = torch.randn(n, tokens, 3 * count * width, requires_grad=True)
     bias = torch.zeros(3 * count * width, requires_grad=True)
     wanted = (joint + bias).view(n, tokens, 3, count, width).permute(2, 0, 3, 1, 4)
-    found = blocks._Heads.apply(joint, bias, count)
+    found = vit._Heads.apply(joint, bias, count)
     assert torch.equal(torch.stack(found), wanted)
     for flows in (heads(*shape)[:3], heads(*shape)[1:]):
         results = [
@@ -138,7 +138,7 @@ def test_what_is_replaced(
 ) -> None:
     layer = kind(64, **({"num_heads": 2, "qkv_bias": True} | options))
     names = list(layer.state_dict())
-    blocks.speed_up_blocks(nn.Sequential(layer))
+    vit.speed_up_blocks(nn.Sequential(layer))
     assert type(layer) is block and type(layer.attn) is attention
     assert list(layer.state_dict()) == names
 
@@ -166,7 +166,7 @@ def test_networks(
     if residual == "low":
         for network in (plain, fast):
             lower_residuals(network, Precision.model_construct(name="bf16", residual="low"))
-    blocks.speed_up_blocks(fast)
+    vit.speed_up_blocks(fast)
     assert all(type(b) is FastBlock for b in fast.blocks)
     if compiled:
         torch._dynamo.reset()
@@ -193,10 +193,10 @@ def test_what_is_left_to_timm(everywhere: None, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     plain = Block(64, 2, qkv_bias=True)
     fast = copy.deepcopy(plain)
-    blocks.speed_up_blocks(nn.Sequential(fast))
+    vit.speed_up_blocks(nn.Sequential(fast))
     ours: list[str] = []
     for name in ("residual_norm", "_Heads"):
-        monkeypatch.setattr(blocks, name, lambda *_, name=name: ours.append(name) or 1 / 0)
+        monkeypatch.setattr(vit, name, lambda *_, name=name: ours.append(name) or 1 / 0)
     x, mask = torch.randn(2, 5, 64), torch.randn(5, 5)
     assert torch.equal(fast(x, attn_mask=mask), plain(x, attn_mask=mask))
     assert torch.equal(fast(x, mask), plain(x, mask))

@@ -17,8 +17,14 @@ from timm.layers import Attention, GluMlp, LayerNorm, Mlp, SwiGLU
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from lockstep.models.mlp import FastMlp, is_for_us
-from lockstep.models.tile import ALIGNED_CHANNELS, Tile
+from lockstep.models.mlp import FastMlp
+from lockstep.models.tile import (
+    ALIGNED_CHANNELS,
+    Tile,
+    as_type,
+    has_hooks,
+    trains_in_16_bits,
+)
 
 _HEADS = Tile(rows=32, channels=64, times=2, programs=1056)
 _WIDEST = 4096
@@ -32,8 +38,8 @@ class FastBlock(Block):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x: [n, tokens, c]; anything else (a mask) is left to timm."""
-        hooked = _has_hooks(self.norm1) or _has_hooks(self.norm2)
-        if hooked or _is_asked_for_more(args, kwargs) or not is_for_us(self, x):
+        hooked = has_hooks(self.norm1) or has_hooks(self.norm2)
+        if hooked or _is_asked_for_more(args, kwargs) or not trains_in_16_bits(self, x):
             output: torch.Tensor = super().forward(x, *args, **kwargs)
             return output
         x, normed = residual_norm(x, self.norm1)
@@ -49,8 +55,8 @@ class FastAttention(Attention):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x: [n, tokens, c]; anything else (a mask) is left to timm."""
         output: torch.Tensor
-        hooked = _has_hooks(self.qkv)
-        if hooked or _is_asked_for_more(args, kwargs) or not is_for_us(self, x):
+        hooked = has_hooks(self.qkv)
+        if hooked or _is_asked_for_more(args, kwargs) or not trains_in_16_bits(self, x):
             output = super().forward(x, *args, **kwargs)
             return output
         bias = self.qkv.bias
@@ -101,11 +107,6 @@ def _is_plain(norm: nn.Module) -> bool:
     return channels % ALIGNED_CHANNELS == 0 and channels <= _WIDEST
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    forward = layer._forward_hooks or layer._forward_pre_hooks
-    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
-
-
 def _is_asked_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(value is not None and value is not False for value in (*args, *kwargs.values()))
 
@@ -135,11 +136,11 @@ class _ResidualNorm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, mean, deviation = torch.native_layer_norm(
-            x.float(), weight.shape, weight.float(), bias.float(), eps
+            as_type(x, torch.float32), weight.shape, weight.float(), bias.float(), eps
         )
         ctx.save_for_backward(x, mean, deviation, weight)
         # Compiled, a copy that is read within the graph is none.
-        return x.clone(), normed.to(dtype)
+        return x.clone(), as_type(normed, dtype)
 
     @staticmethod
     def backward(
@@ -211,14 +212,13 @@ def norm_backward(
     tile, warps = _norm_tile(x.shape[1])
     tile.launch(
         norm_backward_kernel, residual, gradient, x, mean, deviation, weight, out, sums,
-        rows=x, chunk=tile.chunk(x), num_warps=warps,
+        rows=x, num_warps=warps,
     )  # fmt: skip
     return out, sums
 
 
 def _normed_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    parts = _norm_tile(x.shape[1])[0].parts(x.shape[1])
-    return torch.empty_like(x), x.new_empty((parts, 2, x.shape[1]), dtype=torch.float32)
+    return torch.empty_like(x), _norm_tile(x.shape[1])[0].sums_like(x, 2)
 
 
 @norm_backward.register_fake
@@ -237,16 +237,12 @@ def _(
     deviation: torch.Tensor,
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = _normed_like(x)
     value = (x.float() - mean[:, None]) * deviation[:, None]
     flow = gradient.float() * weight
     shift, slope = flow.mean(1, keepdim=True), (flow * value).mean(1, keepdim=True)
-    out.copy_(residual + (flow - shift - value * slope) * deviation[:, None])
-    chunk = _norm_tile(x.shape[1])[0].chunk(x)
+    out = residual + (flow - shift - value * slope) * deviation[:, None]
     both = torch.stack([gradient * value, gradient.float()], 1)
-    for part, of in zip(sums.zero_(), both.split(chunk), strict=False):
-        part.copy_(of.sum(0))
-    return out, sums
+    return out.to(x.dtype), _norm_tile(x.shape[1])[0].sum_parts(both)
 
 
 @torch.library.custom_op("lockstep::join_heads", mutates_args=(), device_types="cuda")
@@ -267,7 +263,7 @@ def join_heads(
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     _HEADS.launch(
         join_heads_kernel, q, k, v, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], out, sums,
-        q.shape[2], rows=out, chunk=_HEADS.chunk(out), WIDTH=q.shape[3],
+        q.shape[2], rows=out, WIDTH=q.shape[3],
     )  # fmt: skip
     return out, sums
 
@@ -275,15 +271,12 @@ def join_heads(
 @join_heads.register_fake
 def _joined_like(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     n, heads, tokens, width = q.shape
-    channels = 3 * heads * width
-    sums = q.new_empty((_HEADS.parts(channels), channels), dtype=torch.float32)
-    return q.new_empty((n * tokens, channels)), sums
+    out = q.new_empty((n * tokens, 3 * heads * width))
+    return out, _HEADS.sums_like(out)
 
 
 @join_heads.register_kernel("cpu")
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, sums = _joined_like(q)
-    out.copy_(torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).reshape(out.shape))
-    for part, of in zip(sums.zero_(), out.float().split(_HEADS.chunk(out)), strict=False):
-        part.copy_(of.sum(0))
-    return out, sums
+    n, _, tokens, _ = q.shape
+    out = torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).reshape(n * tokens, -1)
+    return out, _HEADS.sum_parts(out)
