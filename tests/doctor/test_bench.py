@@ -178,7 +178,7 @@ def test_what_the_plan_refuses_is_a_row() -> None:
     "module, seconds, reason",
     [
         pytest.param("lockstep.doctor.nowhere", 60, "No module named", id="crash"),
-        pytest.param(case.MODULE, 0.01, "not done in 0.01 s", id="too slow"),
+        pytest.param(case.MODULE, 0.01, "not done in 0.01 s: raise --timeout", id="too slow"),
     ],
 )
 def test_a_lost_case_is_a_row(

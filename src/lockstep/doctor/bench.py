@@ -233,7 +233,10 @@ def measure(case_: Case, effort: Effort, *, timeout_seconds: float, reuse: bool 
         found = case.result(run_dir)
     label = case_.label | {"steps": effort.steps, "warmup": effort.warmup, "reuse": reuse}
     if found is None or code != EXIT_OK:
-        error = f"not done in {timeout_seconds:g} s" if code is None else _reason(log)
+        within = f"{timeout_seconds:g} s" + (
+            "" if case_.plan.compile == "off" else ", compiling included"
+        )
+        error = f"not done in {within}: raise --timeout" if code is None else _reason(log)
         return label | {"error": error, "log": log[-_LOG_CHARACTERS:]}
     return label | figures(case_, effort, found)
 
