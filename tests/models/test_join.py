@@ -16,7 +16,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 from lockstep.models.join import JoinGradients, joined_gradient
 from lockstep.models.norms import speed_up_norms, sums_of_gradient
-from tests.models.test_norms import DEVICES, distance, everywhere, images
+from tests.models.devices import DEVICES, distance
+from tests.models.test_norms import everywhere, images
 
 __all__ = ["everywhere"]
 

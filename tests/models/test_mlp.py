@@ -14,9 +14,7 @@ from torch import nn
 
 from lockstep.models import mlp
 from lockstep.models.mlp import FastMlp, bias_gelu, gelu_backward, speed_up_mlps
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+from tests.models.devices import DEVICES, needs_gpu
 
 
 def test_gelu_to_more_than_16_bits() -> None:

@@ -9,13 +9,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
 from torch import nn
 
 from lockstep.models import norms
 from lockstep.models.norms import FastBatchNorm, speed_up_norms
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+from tests.models.devices import DEVICES, distance, needs_gpu
 
 
 @pytest.fixture
@@ -69,11 +68,6 @@ def test_batch_norm(
     both.eval(), exact.eval()
     expected = exact(x.double())
     assert distance(both(x), F.relu(expected) if relu else expected) < close
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Between them, as a part of the second (but not of next to nothing)."""
-    return float((found.double() - wanted).norm() / wanted.double().norm().clamp(min=1.0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -157,6 +151,17 @@ def test_relu_that_stays(network: nn.Module) -> None:
     fast = copy.deepcopy(network)
     speed_up_norms(fast)
     assert sum(isinstance(m, nn.ReLU) for m in fast.modules()) == 1
+    x = images(2, 16, 4, 4, dtype=torch.float32, device="cpu")
+    torch.testing.assert_close(fast.eval()(x), network.eval()(x))
+
+
+def test_pooling_that_stays() -> None:
+    """What the norm gives is wanted elsewhere as it is."""
+    shared = BatchNormAct2d(16)
+    network = nn.Sequential(nn.Sequential(shared, nn.MaxPool2d(3, 2, 1)), shared)
+    fast = copy.deepcopy(network)
+    speed_up_norms(fast)
+    assert type(fast[1]) is FastBatchNorm and type(fast[0][1]) is nn.MaxPool2d
     x = images(2, 16, 4, 4, dtype=torch.float32, device="cpu")
     torch.testing.assert_close(fast.eval()(x), network.eval()(x))
 
@@ -250,7 +255,7 @@ def test_networks(name: str, kinds: dict[type, int]) -> None:
     assert list(network.state_dict()) == names
     found = Counter(type(m) for m in network.modules())
     assert {kind: found[kind] for kind in kinds} == kinds
-    assert kinds or not FastBatchNorm in found
+    assert kinds or FastBatchNorm not in found
 
 
 class Chain(nn.Module):

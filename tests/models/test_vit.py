@@ -18,21 +18,17 @@ from lockstep.config.schema import Precision
 from lockstep.models import vit
 from lockstep.models.vit import FastAttention, FastBlock, join_heads, norm_backward
 from lockstep.strategy.precision import lower_residuals
+from tests.models.devices import DEVICES, needs_gpu
+from tests.models.devices import distance as far
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+# Gradients of biases are small here.
+distance = partial(far, least=0.1)
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, too: where the operators have no kernels, but what these stand for."""
     monkeypatch.setattr(vit, "trains_in_16_bits", lambda layer, _: layer.training)
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Between them, as a part of the second (but not of next to nothing)."""
-    found, wanted = found.detach().double(), wanted.detach().double()
-    return float((found - wanted).norm() / wanted.norm().clamp(min=0.1))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,7 +7,6 @@ its sums. Written in torch's operations, so that the compiler fuses them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.machine import cache_folder
@@ -73,10 +73,8 @@ def compile_in_place(
 def _tell_cache_of_kernels() -> None:
     """How much room kernels need is no part of a graph: a changed one must not meet an old graph."""
     config = torch.compiler.config
-    files = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        files.update(path.read_bytes())
-    tag = files.hexdigest()[:16]
+    files = sorted(str(path) for path in Path(__file__).parent.glob("*.py"))
+    tag = get_hash_for_files(tuple(files)).hex()[:16]
     if not config.cache_key_tag.endswith(tag):
         config.cache_key_tag += tag
 

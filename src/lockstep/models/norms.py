@@ -73,18 +73,18 @@ def _trains_on_gpu(layer: nn.Module, input: torch.Tensor) -> bool:
 
 def speed_up_norms(model: nn.Module) -> None:
     """Replace the layers of this file in a module that will be compiled, in place."""
-    for owner, names in _one_after_the_other(model):
-        for name, following in pairwise(names):
-            norm, act = getattr(owner, name), getattr(owner, following)
-            if _is_plain(norm) and type(act) is nn.ReLU and not has_hooks(act):
-                _replace(norm, relu=True)
-                setattr(owner, following, nn.Identity())
     for layer in model.modules():
-        if _is_plain(layer):
+        if type(layer) is nn.BatchNorm2d and _has_everything(layer):
             _replace(layer, relu=False)
         elif type(layer) is BatchNormAct2d and _adds_at_most_relu(layer):
             _replace(layer, relu=isinstance(layer.act, nn.ReLU))
     for owner, names in _one_after_the_other(model):
+        for name, following in pairwise(names):
+            norm, act = getattr(owner, name), getattr(owner, following)
+            alone = type(norm) is FastBatchNorm and not norm.relu
+            if alone and type(act) is nn.ReLU and not has_hooks(act):
+                norm.relu = True
+                setattr(owner, following, nn.Identity())
         layers = [name for name in names if type(getattr(owner, name)) is not nn.Identity]
         for name, following in pairwise(layers):
             norm, pool = getattr(owner, name), getattr(owner, following)
@@ -97,10 +97,6 @@ def _replace(norm: nn.Module, *, relu: bool) -> None:
     norm.__class__ = FastBatchNorm
     assert isinstance(norm, FastBatchNorm)
     norm.relu = relu
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    return type(layer) is nn.BatchNorm2d and _has_everything(layer)
 
 
 def _has_everything(layer: nn.BatchNorm2d) -> bool:
@@ -129,7 +125,7 @@ def _one_after_the_other(model: nn.Module) -> Iterator[tuple[nn.Module, list[str
             continue  # lies between two of them
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             # Layers that are elsewhere, too, may have their output used there.
-            if all(places[id(layer)] == 1 for layer in module if type(layer) is nn.BatchNorm2d):
+            if all(places[id(layer)] == 1 for layer in module if type(layer) is FastBatchNorm):
                 yield module, list(module._modules)
         elif type(module) is ResNet:
             yield module, ["bn1", "act1", "maxpool"]

@@ -25,8 +25,8 @@ def norm_max_pool(
         x: [n, c, h, w], channels last. mean, scale, bias: [c] float32.
 
     Returns:
-        [n, c, (h + 1) / 2, (w + 1) / 2] each, channels last: that; which of the pixels it is, counted by rows, int8,
-        9 where none is positive; its x.
+        [n, c, (h + 1) / 2, (w + 1) / 2] each, channels last: that; which of the pixels it is, counted
+        by rows, int8, 9 where none is positive; its x.
     """
     from lockstep.models.kernels import norm_max_pool_kernel
 
