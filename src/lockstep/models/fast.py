@@ -19,6 +19,7 @@ from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.machine import cache_folder
+from lockstep.models.attention import speed_up_attention
 from lockstep.models.build import blocks
 from lockstep.models.join import JoinGradients
 from lockstep.models.mlp import speed_up_mlps
@@ -63,6 +64,7 @@ def compile_in_place(
         if ours:
             speed_up_mlps(part)
             speed_up_blocks(part)
+            speed_up_attention(part)
         if ours and norms:
             speed_up_norms(part)
         # Blocks differ in shape, which must not be taken for one graph of dynamic shapes: that is

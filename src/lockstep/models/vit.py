@@ -59,14 +59,16 @@ class FastAttention(Attention):
         if hooked or _is_asked_for_more(args, kwargs) or not trains_in_16_bits(self, x):
             output = super().forward(x, *args, **kwargs)
             return output
-        bias = self.qkv.bias
         # The product adds the bias, but has no gradient for it.
-        joint = F.linear(x, self.qkv.weight, bias.detach())
-        q, k, v = _Heads.apply(joint, bias, self.num_heads)
-        output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p)
-        output = self.norm(output.transpose(1, 2).flatten(2))
-        output = self.proj_drop(self.proj(output))
+        joint = F.linear(x, self.qkv.weight, self.qkv.bias.detach())
+        output = self.proj_drop(self.proj(self.norm(self.attend(joint))))
         return output
+
+    def attend(self, joint: torch.Tensor) -> torch.Tensor:
+        """[n, tokens, c] of [n, tokens, 3 c]: queries, keys and values, with their bias."""
+        q, k, v = _Heads.apply(joint, self.qkv.bias, self.num_heads)
+        output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p)
+        return output.transpose(1, 2).flatten(2)
 
 
 def speed_up_blocks(model: nn.Module) -> None:

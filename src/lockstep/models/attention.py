@@ -1,0 +1,218 @@
+"""Attention of training in 16 bits over few tokens, as one kernel forward and one backward. Level 2.
+
+torch's kernels are made for long sequences: they add gradients of queries up in 32 bits and convert
+them, and those of queries, keys and values are then copied side by side, and summed for the bias.
+Over the patches of an image that is as much as attention itself. Here it happens where they are
+computed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.models.vit import FastAttention
+
+_WIDTH = 64
+"""Of a head."""
+_MOST_TOKENS = 256
+_BLOCK = 64
+"""Queries at once, forward."""
+_HOPPER = 9
+
+
+class _Tile(NamedTuple):
+    """How a program goes through the tokens of a head."""
+
+    keys: int
+    """At once."""
+    queries: int
+    warps: int
+    registers: int | None
+    """Of a thread, so that several programs share a processor."""
+
+
+_BACKWARD = _Tile(keys=128, queries=32, warps=4, registers=None)
+
+
+class ShortAttention(FastAttention):
+    """The same over few tokens, without what its kernels do for many."""
+
+    def attend(self, joint: torch.Tensor) -> torch.Tensor:
+        """[n, tokens, c] of [n, tokens, 3 c]: queries, keys and values, with their bias."""
+        if joint.shape[1] > _MOST_TOKENS:
+            return super().attend(joint)
+        return short_attention(joint, self.qkv.bias, self.num_heads, self.scale)
+
+
+def speed_up_attention(model: nn.Module) -> None:
+    """Replace layers that ``speed_up_blocks`` has put into a module that will be compiled."""
+    if not _is_on_our_gpu():
+        return
+    for layer in model.modules():
+        if type(layer) is FastAttention and _is_usual(layer):
+            layer.__class__ = ShortAttention
+
+
+def _is_on_our_gpu() -> bool:
+    """The kernels are made for one family's tensor cores and memory."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == _HOPPER
+
+
+def _is_usual(layer: FastAttention) -> bool:
+    narrow = layer.qkv.out_features == 3 * layer.num_heads * _WIDTH
+    return narrow and layer.attn_drop.p == 0
+
+
+def short_attention(x: torch.Tensor, bias: torch.Tensor, heads: int, scale: float) -> torch.Tensor:
+    """softmax(scale q k^T) v of each head.
+
+    Args:
+        x: [n, tokens, 3 heads 64], 16 bits: queries, keys and values, ``bias`` added.
+        bias: given for its gradient.
+
+    Returns:
+        [n, tokens, heads 64].
+    """
+    output: torch.Tensor = _Attend.apply(x, bias, heads, scale)
+    return output.flatten(2)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor, heads: int, scale: float
+    ) -> torch.Tensor:
+        qkv = x.contiguous().view(*x.shape[:2], 3, heads, _WIDTH)
+        output: torch.Tensor
+        output, lse = attention(qkv, scale)
+        ctx.save_for_backward(qkv, output, lse, bias)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        qkv, output, lse, bias = ctx.saved_tensors
+        flow, sums = attention_backward(gradient.contiguous(), qkv, output, lse, ctx.scale)
+        of_queries, of_values = sums.sum(0).flatten(1)
+        of_keys = torch.zeros_like(of_queries)  # the same for every key changes no weight
+        of_bias = torch.cat([of_queries, of_keys, of_values]).to(bias.dtype)
+        return flow.flatten(2), of_bias, None, None
+
+
+@torch.library.custom_op("lockstep::attention", mutates_args=(), device_types="cuda")
+def attention(qkv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v of each head.
+
+    Args:
+        qkv: [n, tokens, 3, heads, 64], contiguous, 16 bits.
+
+    Returns:
+        [n, tokens, heads, 64], and for :func:`attention_backward` [n, heads, _MOST_TOKENS] float32:
+        log2 of the sum of a query's exp(scale q k^T).
+    """
+    from lockstep.models.attention_kernels import attention_kernel
+
+    out, lse = _outputs_like(qkv)
+    n, tokens, _, heads, _ = qkv.shape
+    keys = _power_of_two(tokens)
+    attention_kernel[n * heads,](
+        _blocks(qkv, _BLOCK), _blocks(qkv, keys), _blocks(out, _BLOCK), lse, scale / math.log(2),
+        tokens, heads, SURE=tokens // 64 * 64, MOST=_MOST_TOKENS, WIDTH=_WIDTH, KEYS=keys,
+        ROWS=_BLOCK, STAGES=1, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+    return out, lse
+
+
+@attention.register_fake
+def _outputs_like(qkv: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    n, tokens, _three, heads, width = qkv.shape
+    return (
+        qkv.new_empty((n, tokens, heads, width)),
+        qkv.new_empty((n, heads, _MOST_TOKENS), dtype=torch.float32),
+    )
+
+
+@attention.register_kernel("cpu")
+def _(qkv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _outputs_like(qkv)
+    q, k, v = _by_head(qkv)
+    score = q @ k.mT * scale
+    lse.zero_()[:, :, : qkv.shape[1]] = score.logsumexp(-1) / math.log(2)
+    return out.copy_((score.softmax(-1) @ v).transpose(1, 2)), lse
+
+
+@torch.library.custom_op("lockstep::attention_backward", mutates_args=(), device_types="cuda")
+def attention_backward(
+    gradient: torch.Tensor,
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of qkv, and sums over the tokens of that of queries and of values.
+
+    Args:
+        gradient: of ``out``, contiguous.
+        qkv, out, lse: arguments and results of :func:`attention`.
+
+    Returns:
+        Like qkv, and [n, 2, heads, 64] float32.
+    """
+    from lockstep.models.attention_kernels import attention_backward_kernel
+
+    flow, sums = _gradients_like(gradient, qkv)
+    n, tokens, _, heads, _ = qkv.shape
+    tile = _BACKWARD
+    attention_backward_kernel[n * heads,](
+        _blocks(gradient, tile.queries), _blocks(qkv, tile.queries), _blocks(qkv, tile.keys),
+        _blocks(out, tile.queries), lse, torch.empty_like(lse), flow,
+        _blocks(flow, tile.keys), sums, scale / math.log(2), scale,
+        tokens, heads, MOST=_MOST_TOKENS, WIDTH=_WIDTH, KEYS=tile.keys, ROWS=tile.queries,
+        STAGES=2, num_warps=tile.warps, maxnreg=tile.registers,
+    )  # fmt: skip
+    return flow, sums
+
+
+@attention_backward.register_fake
+def _gradients_like(
+    _: torch.Tensor, qkv: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    n, _tokens, _three, heads, width = qkv.shape
+    return torch.empty_like(qkv), qkv.new_empty((n, 2, heads, width), dtype=torch.float32)
+
+
+@attention_backward.register_kernel("cpu")
+def _(
+    gradient: torch.Tensor,
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    flow, sums = _gradients_like(gradient, qkv)
+    q, k, v = _by_head(qkv)
+    do, o = (t.float().transpose(1, 2) for t in (gradient, out))
+    weight = torch.exp2(q @ k.mT * (scale / math.log(2)) - lse[:, :, : qkv.shape[1], None])
+    ds = weight * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
+    flows = torch.stack([ds @ k, ds.mT @ q, weight.mT @ do]).permute(1, 3, 0, 2, 4)
+    return flow.copy_(flows), sums.copy_(flows.sum(1)[:, ::2])
+
+
+def _by_head(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[n, heads, tokens, 64] float32 each."""
+    return qkv.float().permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _power_of_two(tokens: int) -> int:
+    return max(_BLOCK, 1 << (tokens - 1).bit_length())
+
+
+def _blocks(array: torch.Tensor, tokens: int) -> Any:
+    """A descriptor of [n, tokens, ...], of which blocks of some tokens of a head are read."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(array.flatten(2), [1, tokens, _WIDTH])

@@ -1,0 +1,151 @@
+"""The fast attention: torch's numbers, the bias's gradient without another pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import Attention
+from torch import nn
+
+from lockstep.models import attention as ours
+from lockstep.models import vit
+from lockstep.models.attention import ShortAttention, short_attention, speed_up_attention
+from lockstep.models.vit import FastAttention, speed_up_blocks
+
+needs_gpu = pytest.mark.skipif(not ours._is_on_our_gpu(), reason="needs a GPU of our kernels'")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@pytest.fixture(autouse=True)
+def on_our_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_is_on_our_gpu", lambda: True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 16, 50, 64, 65, 128, 150, 197, 256])
+@pytest.mark.parametrize(("n", "heads"), [(1, 1), (2, 3)])
+def test_gradients(n: int, heads: int, tokens: int, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    bias = torch.randn(3 * heads * 64, device=device, requires_grad=True)
+    x = 1.5 * torch.randn(n, tokens, 3 * heads * 64, device=device)
+    x = (x + bias).detach().to(dtype).requires_grad_()
+    flow = torch.randn(n, tokens, heads * 64, device=device).to(dtype)
+
+    exact = x.detach().double().requires_grad_()
+    q, k, v = exact.view(n, tokens, 3, heads, 64).permute(2, 0, 3, 1, 4).unbind(0)
+    wanted = F.scaled_dot_product_attention(q, k, v, scale=0.1).transpose(1, 2).flatten(2)
+    (slope,) = torch.autograd.grad(wanted, exact, flow.double())
+
+    found = short_attention(x, bias, heads, 0.1)
+    assert found.dtype == dtype
+    close = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), wanted, rtol=close, atol=close)
+    of_x, of_bias = torch.autograd.grad(found, [x, bias], flow)
+    assert of_x.dtype == dtype and of_bias.dtype == bias.dtype
+    # Two thirds are zero where there is one token: differences of numbers like those of the third.
+    for a, b in zip(of_x.double().chunk(3, -1), slope.chunk(3, -1), strict=True):
+        size = slope if tokens == 1 else b
+        assert float((a - b).norm()) < close * (float(size.norm()) + 1)
+    total = slope.sum((0, 1))
+    assert float((of_bias - total).norm()) < close * float(slope.norm() + 1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_kernels_are_what_they_stand_for() -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(64, 197, 3, 12, 64).bfloat16()
+    flow = torch.randn(64, 197, 12, 64).bfloat16()
+    out, lse = ours.attention(qkv, 0.125)
+    found, found_lse = ours.attention(qkv.cuda(), 0.125)
+    torch.testing.assert_close(found.cpu(), out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found_lse.cpu()[..., :197], lse[..., :197], rtol=1e-4, atol=1e-3)
+    arguments = (flow, qkv, out, lse)
+    wanted = ours.attention_backward(*arguments, 0.125)
+    results = [ours.attention_backward(*(t.cuda() for t in arguments), 0.125) for _ in range(2)]
+    for a, b, again in zip(results[0], wanted, results[1], strict=True):
+        assert torch.equal(a, again)
+        assert float((a.cpu() - b).float().norm() / b.float().norm()) < 2e-2
+
+
+def layer(dim: int = 128, **kwargs: Any) -> Attention:
+    return Attention(
+        dim, **{"num_heads": 2, "qkv_bias": True, "norm_layer": nn.LayerNorm, **kwargs}
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "becomes"),
+    [
+        pytest.param(layer(), ShortAttention, id="usual"),
+        pytest.param(layer(proj_drop=0.1, scale_norm=True), ShortAttention, id="norm after"),
+        pytest.param(layer(64), FastAttention, id="narrow heads"),
+        pytest.param(layer(attn_drop=0.1), FastAttention, id="dropout of weights"),
+        pytest.param(layer(qkv_bias=False), Attention, id="no bias"),
+    ],
+)
+def test_what_is_replaced(before: Attention, becomes: type[Attention]) -> None:
+    names = list(before.state_dict())
+    model = nn.Sequential(before)
+    speed_up_blocks(model)
+    speed_up_attention(model)
+    assert type(before) is becomes
+    assert list(before.state_dict()) == names
+
+
+def test_nothing_is_replaced_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_is_on_our_gpu", lambda: False)
+    model = nn.Sequential(layer())
+    speed_up_blocks(model)
+    speed_up_attention(model)
+    assert type(model[0]) is FastAttention
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_networks(device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients to 16 bits; torch's way with many tokens."""
+    used: list[int] = []
+    monkeypatch.setattr(vit, "trains_in_16_bits", lambda layer, _: layer.training)
+    torch.manual_seed(0)
+    plain = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, embed_dim=128, num_heads=2,
+        num_classes=5, dynamic_img_size=True,
+    ).to(device)  # fmt: skip
+    for name, parameter in plain.named_parameters():
+        if name.endswith("qkv.bias"):
+            nn.init.normal_(parameter)
+    fast = copy.deepcopy(plain)
+    speed_up_blocks(fast)
+    speed_up_attention(fast)
+    if compiled:
+        fast.compile(backend="inductor" if device == "cuda" else "aot_eager")  # C++ takes long
+    else:
+        real = ours.attention
+
+        def attention(qkv: torch.Tensor, scale: float) -> Any:
+            used.append(qkv.shape[1])
+            return real(qkv, scale)
+
+        monkeypatch.setattr(ours, "attention", attention)
+    for size in (16, 64):
+        images = torch.randn(4, 3, size, size, device=device)
+        results = []
+        for network in (plain, fast):
+            network.zero_grad()
+            with torch.autocast(device, torch.bfloat16):
+                output = network(images).float()
+            output.square().sum().backward()
+            results.append([p.grad for p in network.parameters()])
+        for a, b in zip(*results, strict=True):
+            assert a is not None and b is not None
+            assert float((b - a).norm()) < 0.05 * float(a.norm()) + 1e-3
+    assert used == ([] if compiled else [17, 17])
+    with torch.inference_mode():
+        torch.testing.assert_close(fast.eval()(images), plain.eval()(images))
