@@ -14,8 +14,12 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
+from lockstep.config.schema import Precision
+from lockstep.models import vit
 from lockstep.models.join import JoinGradients, joined_gradient
 from lockstep.models.norms import speed_up_norms, sums_of_gradient
+from lockstep.models.stochastic import seed_by_sample
+from lockstep.strategy.precision import lower_residuals
 from tests.models.devices import DEVICES, distance
 from tests.models.test_norms import everywhere, images
 
@@ -26,11 +30,15 @@ class Counting(JoinGradients):
     """Also called in place of a compiler, which takes long to make C++ of it."""
 
     def __init__(self) -> None:
-        self.found = 0
+        self.found = self.handed_on = self.sums = 0
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
         self.found += sum("joined_gradient" in str(node.target) for node in graph.nodes)
+        norms = [node for node in graph.nodes if "norm_backward" in str(node.target)]
+        self.handed_on += sum(node.args[-1] is not None for node in norms)
+        sums = [node for node in graph.nodes if node.target is torch.ops.aten.sum.dim_IntList]
+        self.sums += sum(node.args[0].meta["val"].dtype == torch.bfloat16 for node in sums)
 
     def backend(self) -> Any:
         def backward(module: fx.GraphModule, _: Any) -> Any:
@@ -110,6 +118,58 @@ def test_only_what_is_meant(everywhere: None, between: Any, joins: int) -> None:
     for found, wanted in zip(*gradients, strict=True):
         assert distance(found, wanted) < 1e-3
     assert counting.found == joins
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("drop_path", "scale", "residual", "handed_on", "sums"),
+    [
+        # Blocks drop with 0, a half and all of the rate; the last branch is before no block's norm.
+        # Sums that stay are for its bias, the head's, and one within each of three MLPs.
+        pytest.param(0.5, None, "low", 3, 5, id="stochastic depth"),
+        pytest.param(0.5, None, "fp32", 3, 5, id="stochastic depth, fp32"),
+        pytest.param(0.0, None, "low", 0, 5, id="nothing dropped"),
+        pytest.param(0.5, 0.1, "low", 0, 10, id="layer scale"),
+    ],
+)
+def test_branches(
+    drop_path: float,
+    scale: float | None,
+    residual: str,
+    handed_on: int,
+    sums: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a Transformer's branches are given backward, and what their last biases are."""
+    monkeypatch.setattr(vit, "trains_in_16_bits", lambda layer, _: layer.training)
+    torch.manual_seed(0)
+    plain = timm.create_model(
+        *("vit_tiny_patch16_224", False), img_size=16, patch_size=4, embed_dim=64, num_heads=2,
+        depth=3, num_classes=5, drop_path_rate=drop_path, init_values=scale,
+    ).to(device)  # fmt: skip
+    seed_by_sample(plain)
+    exact = copy.deepcopy(plain)
+    if residual == "low":
+        lower_residuals(plain, Precision.model_construct(name="bf16", residual="low"))
+    fast = copy.deepcopy(plain)
+    vit.speed_up_blocks(fast)
+    torch._dynamo.reset()
+    counting = Counting()
+    if device == "cuda":
+        fast.compile(options={"post_grad_custom_pre_pass": counting})
+    else:
+        fast.compile(backend=counting.backend())
+    x = torch.randn(6, 3, 16, 16, device=device)
+    gradients = []
+    for network in (exact, plain, fast):
+        with torch.autocast(device, torch.bfloat16, enabled=network is not exact):
+            output = network(x, seeds=torch.arange(6, device=device)).float()
+        gradients.append(torch.autograd.grad(output.square().sum(), list(network.parameters())))
+    for wanted, usual, found in zip(*gradients, strict=True):
+        bound = 2 * distance(usual, wanted, least=0.1) + 5e-3
+        assert distance(found, wanted, least=0.1) < bound
+    assert (counting.handed_on, counting.sums) == (handed_on, sums)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,7 +13,7 @@ from timm.layers import Mlp
 from torch import nn
 
 from lockstep.models import mlp
-from lockstep.models.mlp import FastMlp, bias_gelu, gelu_backward, speed_up_mlps
+from lockstep.models.mlp import FastMlp, bias_gelu, gelu, gelu_backward, speed_up_mlps
 from tests.models.devices import DEVICES, needs_gpu
 
 
@@ -55,7 +55,11 @@ def test_the_kernel_is_what_it_stands_for() -> None:
     found = gelu_backward(flow.cuda(), x.cuda(), bias.cuda())
     for a, b in zip(found, gelu_backward(flow, x, bias), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-3)
-    assert len(found[1]) == mlp._TILE.parts(3072)
+    assert len(found[1]) == mlp._BACKWARD.parts(3072)
+    for rows, channels in ((25216, 3072), (7, 3072), (3, 80), (1, 1040)):
+        part, offset = x[:rows, :channels].contiguous(), bias[:channels]
+        output = gelu(part.cuda(), offset.cuda())
+        torch.testing.assert_close(output.cpu(), gelu(part, offset), rtol=1e-5, atol=1e-5)
 
 
 class Odd(Mlp):

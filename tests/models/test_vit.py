@@ -90,10 +90,14 @@ def test_kernels_are_what_they_stand_for(dtype: torch.dtype) -> None:
         flow = torch.randn(m, c, generator=random).bfloat16()
         inputs = [residual, flow, x, *torch.rand(2, m, generator=random)]
         inputs += [torch.randn(c, generator=random)]
-        found = norm_backward(*(i.cuda() for i in inputs))
-        for a, b in zip(found, norm_backward(*inputs), strict=True):
-            close = 1e-2 if a.dtype == torch.bfloat16 else 1e-4
-            torch.testing.assert_close(a.cpu(), b, rtol=close, atol=1e-3)
+        for images in (1, m // (5 if m % 5 == 0 else 1), None):
+            kept = None if images is None else torch.rand(images, 1, 1, generator=random).to(dtype)
+            found = norm_backward(
+                *(i.cuda() for i in inputs), kept if kept is None else kept.cuda()
+            )
+            for a, b in zip(found, norm_backward(*inputs, kept), strict=True):
+                close = 1e-2 if a.dtype == torch.bfloat16 else 1e-4
+                torch.testing.assert_close(a.cpu(), b, rtol=close, atol=1e-3)
     for shape in ((64, 12, 197, 64), (3, 2, 5, 32), (1, 4, 1, 16)):
         three = [t.to(dtype) for t in heads(*shape)]
         for flows in (three[:3], three[1:]):

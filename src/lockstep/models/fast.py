@@ -56,7 +56,7 @@ def compile_in_place(
     # Blocks of one class share a cache, in which each shape and mode takes a place.
     torch._dynamo.config.recompile_limit = 64
     options: dict[str, Any] = {"max_autotune": True} if mode == "max" else {}
-    if ours and norms:
+    if ours:
         options["post_grad_custom_pre_pass"] = JoinGradients()
     by_block = by_block or _is_deep(model)
     for part in _parts(model) if by_block else [model]:

@@ -3,6 +3,10 @@
 The gradient of ReLU(BatchNorm(x) + shortcut) comes in two parts, of the next block's convolution and
 of its own shortcut. The compiler adds and masks them in one kernel; BatchNorm's sums, which it cannot
 see into, read the result again. This pass over its graph puts them into one.
+
+The gradient of what a Transformer's block adds to its stream begins where that of the LayerNorm
+behind it ends: with stochastic depth's factor of each image, and the sum for the bias of the
+branch's last layer. The pass hands both to LayerNorm's kernel, which has the values at hand.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from operator import getitem
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
@@ -20,19 +25,18 @@ from lockstep.models.tile import Tile, rows_of
 _TILE = Tile(rows=16, channels=128, times=1, programs=528)
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 class JoinGradients(CustomGraphPass):
     """For inductor's ``post_grad_custom_pre_pass``; leaves graphs alone that look otherwise."""
 
     def __call__(self, graph: Graph) -> None:
-        """Replace every addition, mask and sum that are one kernel, in place."""
-        changed = False
-        for sums in [
-            n for n in graph.nodes if n.target is torch.ops.lockstep.gradient_sums.default
-        ]:
-            changed |= _join(graph, sums)
-        if changed:
+        """Replace what belongs into a kernel of ours, in place."""
+        ops, nodes = torch.ops.lockstep, list(graph.nodes)
+        found = [_join(graph, n) for n in nodes if n.target is ops.gradient_sums.default]
+        found += [_hand_on(graph, n) for n in nodes if n.target is ops.norm_backward.default]
+        if any(found):
             stable_topological_sort(graph)
             graph.eliminate_dead_code()
 
@@ -50,15 +54,9 @@ def _join(graph: Graph, sums: Node) -> bool:
     parts = _masked_addition(masked)
     if relu or not parts or not _are_alike(masked, *parts):
         return False
-    args = (*parts, rows, mean)
     with graph.inserting_before(sums):
-        both = graph.call_function(torch.ops.lockstep.joined_gradient.default, args)
-        flow = graph.call_function(getitem, (both, 0))
-        found = graph.call_function(getitem, (both, 1))
-    values: list[Any] = [n.meta["val"] for n in args]
-    with values[0].fake_mode:
-        both.meta["val"] = joined_gradient(*values)
-    flow.meta["val"], found.meta["val"] = both.meta["val"]
+        both = _call(graph, torch.ops.lockstep.joined_gradient.default, *parts, rows, mean)
+        flow, found = (_call(graph, getitem, both, i) for i in range(2))
     masked.replace_all_uses_with(flow)
     sums.replace_all_uses_with(found)
     graph.erase_node(sums)
@@ -98,6 +96,91 @@ def _masked_addition(node: Any) -> tuple[Node, Node, Node] | None:
 
 def _is_zero(node: Any) -> bool:
     return node.target in (_aten.full.default, _aten.scalar_tensor.default) and node.args[-1] == 0
+
+
+def _hand_on(graph: Graph, norm: Node) -> bool:
+    """Let LayerNorm's kernel make what the branch before it needs of the gradient."""
+    flow, sums = _item(norm, 0), _item(norm, 2)
+    branch = _branch(flow, norm.args[1]) if flow and sums and _is_known(flow) else None
+    if not sums or not branch:
+        return False
+    rows, kept = branch
+    totals = [n for n in rows.users if n.target is _aten.sum.dim_IntList and n.args[1] == [0]]
+    if kept:
+        with graph.inserting_before(norm):
+            new = _call(graph, norm.target, *norm.args[:-1], kept)
+            items = [_call(graph, getitem, new, i) for i in range(3)]
+        norm.replace_all_uses_with(new)
+        graph.erase_node(norm)
+        rows.replace_all_uses_with(items[1])
+        sums = items[2]
+    for total in totals:
+        with graph.inserting_before(total):
+            value = total.meta["val"]
+            found = _call(graph, _aten.select.int, _summed(graph, sums), 0, 2)
+            found = _call(graph, _aten.reshape.default, found, list(value.shape))
+            found = _call(graph, _CONVERT, found, value.dtype)
+        total.replace_all_uses_with(found)
+    return bool(kept or totals)
+
+
+def _summed(graph: Graph, parts: Node) -> Node:
+    """The sum of all parts, which there is unless parameters are frozen."""
+    users = (n for n in parts.users if n.target is _aten.sum.dim_IntList)
+    found = next((n for n in users if n.args[1:] == ([0],)), None)
+    return found or _call(graph, _aten.sum.dim_IntList, parts, [0])
+
+
+def _item(node: Node, index: int) -> Node | None:
+    found = (n for n in node.users if n.target is getitem and n.args[1] == index)
+    return next(found, None)
+
+
+def _branch(flow: Node, gradient: Any) -> tuple[Node, Node | None] | None:
+    """Rows like ``gradient`` that a matrix product takes, and what ``flow`` was multiplied by."""
+    wanted = gradient.meta["val"]
+    todo: list[tuple[Node, Node | None]] = [(flow, None)]
+    while todo:
+        node, kept = todo.pop()
+        value = node.meta["val"]
+        multiplied = any(user.target is _aten.mm.default for user in node.users)
+        if multiplied and (value.shape, value.dtype) == (wanted.shape, wanted.dtype):
+            return node, kept
+        for user in node.users:
+            if user.target in (*_RESHAPES, _CONVERT):
+                todo.append((user, kept))
+            elif user.target is _aten.mul.Tensor and not kept:
+                factor = _factor_of_images(user, node)
+                todo += [(user, factor)] if factor else []
+    return None
+
+
+def _factor_of_images(product: Node, values: Node) -> Node | None:
+    """[n, 1, ...], by which [n, ..., c] are multiplied."""
+    others: list[Any] = [n for n in product.args if n is not values]
+    if len(others) != 1 or not isinstance(others[0], Node) or not _is_known(others[0]):
+        return None
+    n, *rest = values.meta["val"].shape
+    shape = tuple(others[0].meta["val"].shape)
+    return others[0] if len(rest) > 1 and shape == (n, *[1] * len(rest)) else None
+
+
+def _is_known(node: Node) -> bool:
+    """Whether sizes are numbers."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    values = tuple(a.meta["val"] if isinstance(a, Node) else a for a in args)
+    node: Node = graph.call_function(target, args)
+    mode = detect_fake_mode(values[0])
+    assert mode is not None
+    with mode:
+        node.meta["val"] = target(*values)
+    # Without it the compiler thinks that an operator takes any strides.
+    node.meta["eager_input_vals"] = (values, {})
+    return node
 
 
 def _are_alike(*nodes: Any) -> bool:

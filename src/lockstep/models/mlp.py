@@ -18,12 +18,14 @@ from torch import nn
 from lockstep.models.tile import (
     ALIGNED_CHANNELS,
     Tile,
-    as_type,
     has_hooks,
     trains_in_16_bits,
 )
 
-_TILE = Tile(rows=16, channels=128, times=2, programs=1056)
+_FORWARD = {"ROWS": 2, "CHANNELS": 1024, "TIMES": 2}
+"""Of a program, of which there are as many as it takes: nothing is summed."""
+_BACKWARD = Tile(rows=16, channels=128, times=1, programs=1584)
+_BACKWARD_WARPS = 8
 _LIMIT = 4.5
 _SERIES = (
     -1.4000673450448309e-12, 1.6973036864875723e-10, -9.193747985136724e-09, 2.9588983352368814e-07,
@@ -78,8 +80,8 @@ class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, bias)
-        value = as_type(x, torch.float32) + bias.float()
-        return as_type(value * _below(value), x.dtype)
+        output: torch.Tensor = gelu(x.contiguous(), bias.float())
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,6 +103,33 @@ def _below(value: torch.Tensor) -> torch.Tensor:
     return torch.where(far, (value > 0).to(series.dtype), near * series + 0.5)
 
 
+@torch.library.custom_op("lockstep::gelu", mutates_args=(), device_types="cuda")
+def gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """GELU(x + bias), like x.
+
+    Args:
+        x: [..., c], contiguous. bias: [c] float32.
+    """
+    from lockstep.models.vit_kernels import gelu_kernel
+
+    out, channels = torch.empty_like(x), len(bias)
+    rows = x.numel() // channels
+    grid = -(-rows // (_FORWARD["ROWS"] * _FORWARD["TIMES"])), -(-channels // _FORWARD["CHANNELS"])
+    gelu_kernel[grid](x, bias, out, rows, channels, LIMIT=_LIMIT, SERIES=_SERIES, **_FORWARD)
+    return out
+
+
+@gelu.register_fake
+def _(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@gelu.register_kernel("cpu")
+def _(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    value = x.float() + bias
+    return (value * _below(value)).to(x.dtype)
+
+
 @torch.library.custom_op("lockstep::gelu_backward", mutates_args=(), device_types="cuda")
 def gelu_backward(
     gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor
@@ -113,12 +142,12 @@ def gelu_backward(
     Returns:
         And [parts, c] float32.
     """
-    from lockstep.models.kernels import gelu_backward_kernel
+    from lockstep.models.vit_kernels import gelu_backward_kernel
 
     out, sums = _gradients_like(gradient, x, bias)
-    _TILE.launch(
+    _BACKWARD.launch(
         gelu_backward_kernel, gradient, x, bias, out, sums,
-        rows=x, LIMIT=_LIMIT, SERIES=_SERIES,
+        rows=x, LIMIT=_LIMIT, SERIES=_SERIES, num_warps=_BACKWARD_WARPS,
     )  # fmt: skip
     return out, sums
 
@@ -127,7 +156,7 @@ def gelu_backward(
 def _gradients_like(
     gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), _TILE.sums_like(x)
+    return torch.empty_like(x), _BACKWARD.sums_like(x)
 
 
 @gelu_backward.register_kernel("cpu")
@@ -137,4 +166,4 @@ def _(
     value = x.float() + bias
     density = torch.exp(-0.5 * value.square()) * 0.3989422804014327
     flow = gradient.float() * (_below(value) + value * density)
-    return flow.to(x.dtype), _TILE.sum_parts(flow)
+    return flow.to(x.dtype), _BACKWARD.sum_parts(flow)

@@ -152,10 +152,10 @@ class _ResidualNorm(torch.autograd.Function):
         residual, gradient, rows = (
             t.reshape(-1, len(weight)).contiguous() for t in (residual, gradient, x)
         )
-        flow, parts = norm_backward(
-            residual, gradient, rows, mean.flatten(), deviation.flatten(), weight.float()
+        flow, _, parts = norm_backward(
+            residual, gradient, rows, mean.flatten(), deviation.flatten(), weight.float(), None
         )
-        of_weight, of_bias = parts.sum(0).to(weight.dtype)
+        of_weight, of_bias, _ = parts.sum(0).to(weight.dtype)
         return flow.view_as(x), of_weight, of_bias, None, None
 
 
@@ -180,7 +180,7 @@ class _Heads(torch.autograd.Function):
         return joint.view(n, tokens, -1), parts.sum(0).to(ctx.dtype), None
 
 
-# --- operators: kernels.py on the GPU, and what they stand for on the CPU ------------------------
+# --- operators: vit_kernels.py on the GPU, and what they stand for on the CPU ------------------------
 
 
 def _norm_tile(channels: int) -> tuple[Tile, int]:
@@ -198,36 +198,51 @@ def norm_backward(
     mean: torch.Tensor,
     deviation: torch.Tensor,
     weight: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient of x, whose LayerNorm has ``gradient`` and which has itself ``residual``.
 
     Args:
         residual, gradient, x: [m, c]. weight: [c] float32.
         mean, deviation: [m] float32, the latter's inverse.
+        kept: [n, ...1] or None: what the gradient is multiplied by, image by image, for the branch that
+            was added to make x (stochastic depth). the pass of ``models/join.py`` gives it.
 
     Returns:
-        Like x; and [parts, 2, c] float32, whose sums are the gradients of weight and bias.
+        Like x. For the branch: like gradient (empty without ``kept``). And [parts, 3, c] float32,
+        whose sums are the gradients of weight and bias, and the sum of the branch's (or x's).
     """
-    from lockstep.models.kernels import norm_backward_kernel
+    from lockstep.models.vit_kernels import norm_backward_kernel
 
-    out, sums = _normed_like(x)
+    out, branch, sums = _normed_like(gradient, x, kept)
     tile, warps = _norm_tile(x.shape[1])
+    tokens = 1 if kept is None else len(x) // len(kept)
     tile.launch(
-        norm_backward_kernel, residual, gradient, x, mean, deviation, weight, out, sums,
+        norm_backward_kernel, residual, gradient, x, mean, deviation, weight,
+        None if kept is None else kept.flatten().contiguous(), tokens, out, branch, sums,
         rows=x, num_warps=warps,
     )  # fmt: skip
-    return out, sums
+    return out, branch, sums
 
 
-def _normed_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), _norm_tile(x.shape[1])[0].sums_like(x, 2)
+def _normed_like(
+    gradient: torch.Tensor, x: torch.Tensor, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    branch = gradient.new_empty(0) if kept is None else torch.empty_like(gradient)
+    return torch.empty_like(x), branch, _norm_tile(x.shape[1])[0].sums_like(x, 3)
 
 
 @norm_backward.register_fake
 def _(
-    residual: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _normed_like(x)
+    residual: torch.Tensor,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _normed_like(gradient, x, kept)
 
 
 @norm_backward.register_kernel("cpu")
@@ -238,13 +253,19 @@ def _(
     mean: torch.Tensor,
     deviation: torch.Tensor,
     weight: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     value = (x.float() - mean[:, None]) * deviation[:, None]
     flow = gradient.float() * weight
     shift, slope = flow.mean(1, keepdim=True), (flow * value).mean(1, keepdim=True)
     out = residual + (flow - shift - value * slope) * deviation[:, None]
-    both = torch.stack([gradient * value, gradient.float()], 1)
-    return out.to(x.dtype), _norm_tile(x.shape[1])[0].sum_parts(both)
+    _, branch, _ = _normed_like(gradient, x, kept)
+    of_branch = out.float()
+    if kept is not None:
+        of_branch = (of_branch.unflatten(0, (len(kept), -1)) * kept.view(-1, 1, 1)).flatten(0, 1)
+        branch.copy_(of_branch)
+    sums = torch.stack([gradient * value, gradient.float(), of_branch], 1)
+    return out.to(x.dtype), branch, _norm_tile(x.shape[1])[0].sum_parts(sums)
 
 
 @torch.library.custom_op("lockstep::join_heads", mutates_args=(), device_types="cuda")
@@ -259,7 +280,7 @@ def join_heads(
     Returns:
         [n tokens, 3 heads width], and [parts, 3 heads width] float32.
     """
-    from lockstep.models.kernels import join_heads_kernel
+    from lockstep.models.vit_kernels import join_heads_kernel
 
     out, sums = _joined_like(q)
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
