@@ -180,7 +180,7 @@ class _Heads(torch.autograd.Function):
         return joint.view(n, tokens, -1), parts.sum(0).to(ctx.dtype), None
 
 
-# --- operators: vit_kernels.py on the GPU, and what they stand for on the CPU ------------------------
+# --- operators: vit_kernels.py on the GPU, and what they stand for on the CPU --------------------
 
 
 def _norm_tile(channels: int) -> tuple[Tile, int]:
