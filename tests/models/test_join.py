@@ -38,7 +38,8 @@ class Counting(JoinGradients):
         norms = [node for node in graph.nodes if "norm_backward" in str(node.target)]
         self.handed_on += sum(node.args[-1] is not None for node in norms)
         sums = [node for node in graph.nodes if node.target is torch.ops.aten.sum.dim_IntList]
-        self.sums += sum(node.args[0].meta["val"].dtype == torch.bfloat16 for node in sums)
+        rows = [node.args[0].meta["val"] for node in sums if node.args[1] == [0]]
+        self.sums += sum(value.dtype == torch.bfloat16 for value in rows)
 
     def backend(self) -> Any:
         def backward(module: fx.GraphModule, _: Any) -> Any:
@@ -147,8 +148,9 @@ def test_branches(
     plain = timm.create_model(
         *("vit_tiny_patch16_224", False), img_size=16, patch_size=4, embed_dim=64, num_heads=2,
         depth=3, num_classes=5, drop_path_rate=drop_path, init_values=scale,
-    ).to(device)  # fmt: skip
+    )  # fmt: skip
     seed_by_sample(plain)
+    plain.to(device)
     exact = copy.deepcopy(plain)
     if residual == "low":
         lower_residuals(plain, Precision.model_construct(name="bf16", residual="low"))
