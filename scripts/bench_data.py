@@ -43,7 +43,7 @@ from lockstep.data.nvjpeg import share_for_gpu
 from lockstep.data.pack import pack
 from lockstep.data.sampler import window_slices
 from lockstep.engine.graphs import PassGraphs
-from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_OK, UserError, exit_code
 from lockstep.models.fast import compile_in_place
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -75,11 +75,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--growth", default="", help="numbers of entries: cost of opening instead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    try:
-        result = growth(args) if args.growth else speed(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    result = growth(args) if args.growth else speed(args)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result | {"machine": machine(args)}, indent=1) + "\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, UserError, exit_code
 from lockstep.telemetry.compare import compare_runs
 from lockstep.telemetry.files import read_records
 from lockstep.telemetry.phases import read_phases
@@ -49,14 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-4, help="kill: of compare_runs")
     parser.add_argument("--json", type=Path, help="append the result as one line here")
     args = parser.parse_intermixed_args(argv)
-    measure: Callable[[argparse.Namespace], dict[str, Any]] = {"stall": stall, "kill": kill}[
-        args.what
-    ]
-    try:
-        result = measure(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: measure(args))
+
+
+def measure(args: argparse.Namespace) -> int:
+    result = stall(args) if args.what == "stall" else kill(args)
     result |= {"what": args.what, "overrides": args.overrides, "host": platform.machine()}
     if args.json is not None:
         with args.json.open("a") as file:

@@ -17,9 +17,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.drill import FILES, PLACES_OF, RANKS, all_cells, prepare, run_cells, table
+from lockstep.drill import FILES, PLACES_OF, RANKS, Cell, all_cells, prepare, run_cells, table
 from lockstep.drill.faults import PLACES
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -56,16 +56,16 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(tempfile.mkdtemp(prefix="lockstep-drill-"))
     elif folder.exists() and any(folder.iterdir()):
         parser.error(f"--folder {folder}: must be empty or new")
+    return exit_code(lambda: run(args, cells, folder), f"stopped; the runs are in {folder}")
+
+
+def run(args: argparse.Namespace, cells: list[Cell], folder: Path) -> int:
     began, outcomes = time.monotonic(), []
-    try:
-        site = prepare(CONF, folder.resolve(), asynchronous=args.asynchronous)
-        for cell, outcome, seconds in run_cells(site, cells, jobs=args.jobs):
-            outcomes.append((cell, outcome, seconds))
-            where = f"{len(outcomes)}/{len(cells)}  {cell}"
-            print(f"{where}: {outcome.verdict}, {outcome.why} ({seconds:.0f} s)", flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    site = prepare(CONF, folder.resolve(), asynchronous=args.asynchronous)
+    for cell, outcome, seconds in run_cells(site, cells, jobs=args.jobs):
+        outcomes.append((cell, outcome, seconds))
+        where = f"{len(outcomes)}/{len(cells)}  {cell}"
+        print(f"{where}: {outcome.verdict}, {outcome.why} ({seconds:.0f} s)", flush=True)
     print("\n" + table(outcomes, time.monotonic() - began))
     if args.json is not None:
         told = [asdict(cell) | asdict(o) | {"seconds": round(s, 1)} for cell, o, s in outcomes]

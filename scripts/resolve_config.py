@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.config.bind import save_config
 from lockstep.config.pipeline import resolve
-from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from lockstep.errors import EXIT_OK, exit_code
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -36,13 +36,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), metavar="FILE")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_args(argv)
-    try:
-        config = resolve(CONF, args.params, args.inputs, packed=args.packed)
-        args.to.mkdir(parents=True, exist_ok=True)
-        save_config(config, args.to / "config.yaml")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    return exit_code(lambda: write(args))
+
+
+def write(args: argparse.Namespace) -> int:
+    config = resolve(CONF, args.params, args.inputs, packed=args.packed)
+    args.to.mkdir(parents=True, exist_ok=True)
+    save_config(config, args.to / "config.yaml")
     assert config.run.name is not None
     run_dir = Path(config.run.root) / config.run.name
     (args.to / "run").write_text(f"{run_dir}\n")
