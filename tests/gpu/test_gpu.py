@@ -204,6 +204,14 @@ def test_compiled(trained: Trainer, strategy: str, mode: str, model: str) -> Non
     check_same_run(trained(*options), exact, tolerance=1e-2)
 
 
+@pytest.mark.parametrize("mode", ["default", "graphs"])
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_of_ours(trained: Trainer, model: str, mode: str) -> None:
+    exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
+    found = trained(*MODELS[model], "strategy=single", "precision=bf16", f"compile={mode}")
+    check_same_run(found, exact, tolerance=2e-2)
+
+
 WIDE = ["model=vit_tiny", "optimizer.lr=1e-4",
         "+model.kwargs.embed_dim=1024", "+model.kwargs.depth=2", "+model.kwargs.num_heads=16"]  # fmt: skip
 

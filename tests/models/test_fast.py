@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
 from torch import nn
 
+from lockstep.models import attention
 from lockstep.models.fast import PatchConv, StemConv, compile_in_place, speed_up
+from lockstep.models.join import JoinGradients
+from lockstep.models.mlp import FastMlp
+from lockstep.models.norms import FastBatchNorm
+from lockstep.models.vit import FastBlock
 
 
 @pytest.mark.parametrize("size", [(16, 24), (17, 27), (31, 16)], ids=str)
@@ -52,6 +59,25 @@ def test_networks() -> None:
     assert isinstance(vit.patch_embed.proj, PatchConv) and isinstance(resnet.conv1, StemConv)
     assert (list(vit.state_dict()), list(resnet.state_dict())) == names
     torch.testing.assert_close((vit(images), resnet(images)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_kernels_of_ours(norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that have them, and the compiler's pass that joins them."""
+    compiled: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: compiled.append(kwargs))
+    monkeypatch.setattr(attention, "_is_on_our_gpu", lambda: True)
+    model = nn.ModuleList([
+        timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1),
+        timm.create_model("resnet18"),
+    ])  # fmt: skip
+    for network in model:
+        compile_in_place(network, "default", by_block=False, ours=True, norms=norms)
+    found = {type(layer) for layer in model.modules()}
+    assert found >= {FastMlp, FastBlock, attention.ShortAttention}
+    assert (FastBatchNorm in found) is norms
+    passes = [kwargs["options"]["post_grad_custom_pre_pass"] for kwargs in compiled]
+    assert len(passes) == 2 and all(isinstance(each, JoinGradients) for each in passes)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,22 @@ class Counting(JoinGradients):
     """Also called in place of a compiler, which takes long to make C++ of it."""
 
     def __init__(self) -> None:
-        self.found = self.handed_on = self.sums = 0
+        self.found = self.handed_on = self.sums = self.attention = 0
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
-        self.found += sum("joined_gradient" in str(node.target) for node in graph.nodes)
-        norms = [node for node in graph.nodes if "norm_backward" in str(node.target)]
-        self.handed_on += sum(node.args[-1] is not None for node in norms)
+        named = {
+            name: [n for n in graph.nodes if n.target is getattr(torch.ops.lockstep, name).default]
+            for name in ("joined_gradient", "norm_backward", "attention_backward")
+        }
+        self.found += len(named["joined_gradient"])
+        self.attention += len(named["attention_backward"])
+        handed_on = [n for n in named["norm_backward"] if n.args[-1] is not None]
+        self.handed_on += len(handed_on)
+        for node in (*named["joined_gradient"], *handed_on):
+            # That the compiler keeps to the strides of what the operator was made for.
+            strides = [value.stride() for value in node.meta["eager_input_vals"][0]]
+            assert strides == [n.meta["val"].stride() for n in node.args]
         sums = [node for node in graph.nodes if node.target is torch.ops.aten.sum.dim_IntList]
         rows = [node.args[0].meta["val"] for node in sums if node.args[1] == [0]]
         self.sums += sum(value.dtype == torch.bfloat16 for value in rows)
@@ -172,6 +181,83 @@ def test_branches(
         bound = 2 * distance(usual, wanted, least=0.1) + 5e-3
         assert distance(found, wanted, least=0.1) < bound
     assert (counting.handed_on, counting.sums) == (handed_on, sums)
+
+
+class OfItself(torch.autograd.Function):
+    """Each image's gradient is made one long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        length = gradient.float().square().sum((1, 2), keepdim=True).sqrt()
+        return gradient * (1 / (length + 1e-6)).to(gradient.dtype)
+
+
+def _in_turn(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return (x.transpose(0, 1) * by[: x.shape[1]]).transpose(0, 1)
+
+
+def _unevenly(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return (x.reshape(4, -1, 8) * by[:4]).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("branches", "sizes", "frozen", "handed_on"),
+    [
+        pytest.param([lambda x, by: x * by[: len(x)]], (2,), "", 1, id="one factor"),
+        pytest.param([lambda x, by: x * by[: len(x)]], (2,), "norm", 1, id="frozen norm"),
+        pytest.param([lambda x, by: x * by[: len(x)]], (2,), "branch", 1, id="frozen branch"),
+        pytest.param([lambda x, by: x * by[: len(x)]], (2, 3, 5), "", 1, id="any batch"),
+        pytest.param([lambda x, by: x * by[0] * by[: len(x)]], (2,), "", 0, id="two factors"),
+        pytest.param([_in_turn], (2,), "", 0, id="of tokens"),
+        pytest.param([_unevenly], (2,), "", 0, id="of parts of images"),
+        pytest.param([lambda x, _: OfItself.apply(x)], (2,), "", 0, id="made of the gradient"),
+        pytest.param(
+            [lambda x, by: x * by[: len(x)], lambda x, by: x * by[-len(x) :]],
+            *((2,), "", 1),
+            id="two branches",
+        ),
+    ],
+)
+def test_only_branches_that_are_meant(
+    branches: list[Any], sizes: tuple[int, ...], frozen: str, handed_on: int
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.branch = nn.ModuleList(nn.Linear(16, 16) for _ in branches)
+            self.norm = nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            x = x + sum(f(layer(x), by) for f, layer in zip(branches, self.branch, strict=True))
+            x, normed = vit.residual_norm(x, self.norm)
+            return x + self.last(normed)
+
+    torch.manual_seed(0)
+    plain = Net()
+    if frozen:
+        getattr(plain, frozen).requires_grad_(False)
+    fast = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    counting = Counting()
+    fast.compile(backend=counting.backend())
+    by = torch.rand(8, 1, 1).bfloat16()
+    for size in sizes:
+        x = torch.randn(size, 3, 16)
+        gradients = []
+        for network in (plain, fast):
+            parameters = [p for p in network.parameters() if p.requires_grad]
+            with torch.autocast("cpu", torch.bfloat16):
+                output = network(x, by).float()
+            gradients.append(torch.autograd.grad(output.square().sum(), parameters))
+        for wanted, found in zip(*gradients, strict=True):
+            assert distance(found, wanted, least=0.1) < 2e-2
+    assert counting.handed_on == handed_on
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,7 +9,7 @@ computed.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,23 +19,12 @@ from lockstep.models.vit import FastAttention
 _WIDTH = 64
 """Of a head."""
 _MOST_TOKENS = 256
-_BLOCK = 64
-"""Queries at once, forward."""
 _HOPPER = 9
 
 
-class _Tile(NamedTuple):
-    """How a program goes through the tokens of a head."""
-
-    keys: int
-    """At once."""
-    queries: int
-    warps: int
-    registers: int | None
-    """Of a thread, so that several programs share a processor."""
-
-
-_BACKWARD = _Tile(keys=128, queries=32, warps=4, registers=None)
+_FORWARD = {"ROWS": 64, "STAGES": 1, "num_warps": 4, "maxnreg": 168}
+"""So many registers of a thread let three programs share a processor."""
+_BACKWARD = {"ROWS": 32, "KEYS": 128, "STAGES": 2, "num_warps": 4}
 
 
 class ShortAttention(FastAttention):
@@ -45,7 +34,7 @@ class ShortAttention(FastAttention):
         """[n, tokens, c] of [n, tokens, 3 c]: queries, keys and values, with their bias."""
         if joint.shape[1] > _MOST_TOKENS:
             return super().attend(joint)
-        return short_attention(joint, self.qkv.bias, self.num_heads, self.scale)
+        return short_attention(joint, self.qkv.bias, self.num_heads)
 
 
 def speed_up_attention(model: nn.Module) -> None:
@@ -67,8 +56,8 @@ def _is_usual(layer: FastAttention) -> bool:
     return narrow and layer.attn_drop.p == 0
 
 
-def short_attention(x: torch.Tensor, bias: torch.Tensor, heads: int, scale: float) -> torch.Tensor:
-    """softmax(scale q k^T) v of each head.
+def short_attention(x: torch.Tensor, bias: torch.Tensor, heads: int) -> torch.Tensor:
+    """softmax(q k^T / 8) v of each head.
 
     Args:
         x: [n, tokens, 3 heads 64], 16 bits: queries, keys and values, ``bias`` added.
@@ -77,7 +66,7 @@ def short_attention(x: torch.Tensor, bias: torch.Tensor, heads: int, scale: floa
     Returns:
         [n, tokens, heads 64].
     """
-    output: torch.Tensor = _Attend.apply(x, bias, heads, scale)
+    output: torch.Tensor = _Attend.apply(x, bias, heads, _WIDTH**-0.5)
     return output.flatten(2)
 
 
@@ -89,17 +78,17 @@ class _Attend(torch.autograd.Function):
         qkv = x.contiguous().view(*x.shape[:2], 3, heads, _WIDTH)
         output: torch.Tensor
         output, lse = attention(qkv, scale)
-        ctx.save_for_backward(qkv, output, lse, bias)
-        ctx.scale = scale
+        ctx.save_for_backward(qkv, output, lse)
+        ctx.scale, ctx.dtype = scale, bias.dtype
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        qkv, output, lse, bias = ctx.saved_tensors
+        qkv, output, lse = ctx.saved_tensors
         flow, sums = attention_backward(gradient.contiguous(), qkv, output, lse, ctx.scale)
         of_queries, of_values = sums.sum(0).flatten(1)
         of_keys = torch.zeros_like(of_queries)  # the same for every key changes no weight
-        of_bias = torch.cat([of_queries, of_keys, of_values]).to(bias.dtype)
+        of_bias = torch.cat([of_queries, of_keys, of_values]).to(ctx.dtype)
         return flow.flatten(2), of_bias, None, None
 
 
@@ -118,11 +107,10 @@ def attention(qkv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tens
 
     out, lse = _outputs_like(qkv)
     n, tokens, _, heads, _ = qkv.shape
-    keys = _power_of_two(tokens)
+    keys, queries = _keys_at_once(tokens), _FORWARD["ROWS"]
     attention_kernel[n * heads,](
-        _blocks(qkv, _BLOCK), _blocks(qkv, keys), _blocks(out, _BLOCK), lse, scale / math.log(2),
-        tokens, heads, SURE=tokens // 64 * 64, MOST=_MOST_TOKENS, WIDTH=_WIDTH, KEYS=keys,
-        ROWS=_BLOCK, STAGES=1, num_warps=4, maxnreg=168,
+        _blocks(qkv, queries), _blocks(qkv, keys), _blocks(out, queries), lse, scale / math.log(2),
+        tokens, heads, SURE=tokens // 64 * 64, MOST=_MOST_TOKENS, WIDTH=_WIDTH, KEYS=keys, **_FORWARD,
     )  # fmt: skip
     return out, lse
 
@@ -140,9 +128,10 @@ def _outputs_like(qkv: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tenso
 def _(qkv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _outputs_like(qkv)
     q, k, v = _by_head(qkv)
-    score = q @ k.mT * scale
-    lse.zero_()[:, :, : qkv.shape[1]] = score.logsumexp(-1) / math.log(2)
-    return out.copy_((score.softmax(-1) @ v).transpose(1, 2)), lse
+    with torch.autocast("cpu", enabled=False):
+        score = q @ k.mT * scale
+        lse.zero_()[:, :, : qkv.shape[1]] = score.logsumexp(-1) / math.log(2)
+        return out.copy_((score.softmax(-1) @ v).transpose(1, 2)), lse
 
 
 @torch.library.custom_op("lockstep::attention_backward", mutates_args=(), device_types="cuda")
@@ -166,13 +155,11 @@ def attention_backward(
 
     flow, sums = _gradients_like(gradient, qkv)
     n, tokens, _, heads, _ = qkv.shape
-    tile = _BACKWARD
+    keys, queries = _BACKWARD["KEYS"], _BACKWARD["ROWS"]
     attention_backward_kernel[n * heads,](
-        _blocks(gradient, tile.queries), _blocks(qkv, tile.queries), _blocks(qkv, tile.keys),
-        _blocks(out, tile.queries), lse, torch.empty_like(lse), flow,
-        _blocks(flow, tile.keys), sums, scale / math.log(2), scale,
-        tokens, heads, MOST=_MOST_TOKENS, WIDTH=_WIDTH, KEYS=tile.keys, ROWS=tile.queries,
-        STAGES=2, num_warps=tile.warps, maxnreg=tile.registers,
+        _blocks(gradient, queries), _blocks(qkv, queries), _blocks(qkv, keys),
+        _blocks(out, queries), lse, torch.empty_like(lse), flow, _blocks(flow, keys), sums,
+        scale / math.log(2), scale, tokens, heads, MOST=_MOST_TOKENS, WIDTH=_WIDTH, **_BACKWARD,
     )  # fmt: skip
     return flow, sums
 
@@ -196,9 +183,10 @@ def _(
     flow, sums = _gradients_like(gradient, qkv)
     q, k, v = _by_head(qkv)
     do, o = (t.float().transpose(1, 2) for t in (gradient, out))
-    weight = torch.exp2(q @ k.mT * (scale / math.log(2)) - lse[:, :, : qkv.shape[1], None])
-    ds = weight * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
-    flows = torch.stack([ds @ k, ds.mT @ q, weight.mT @ do]).permute(1, 3, 0, 2, 4)
+    with torch.autocast("cpu", enabled=False):
+        weight = torch.exp2(q @ k.mT * (scale / math.log(2)) - lse[:, :, : qkv.shape[1], None])
+        ds = weight * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
+        flows = torch.stack([ds @ k, ds.mT @ q, weight.mT @ do]).permute(1, 3, 0, 2, 4)
     return flow.copy_(flows), sums.copy_(flows.sum(1)[:, ::2])
 
 
@@ -207,8 +195,9 @@ def _by_head(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return qkv.float().permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def _power_of_two(tokens: int) -> int:
-    return max(_BLOCK, 1 << (tokens - 1).bit_length())
+def _keys_at_once(tokens: int) -> int:
+    """All, as blocks are."""
+    return max(64, 1 << (tokens - 1).bit_length())
 
 
 def _blocks(array: torch.Tensor, tokens: int) -> Any:

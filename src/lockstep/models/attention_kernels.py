@@ -64,7 +64,7 @@ def attention_kernel(
     k = _read(keys, image, 0, (heads + head) * WIDTH, KEYS, WIDTH)
     v = _read(keys, image, 0, (2 * heads + head) * WIDTH, KEYS, WIDTH)
     key = tl.arange(0, KEYS)
-    is_key = (key < SURE) | (key < tokens)
+    is_key = (key < SURE) | (key < tokens)  # the former is known to the compiler
     for first in tl.range(0, tokens, ROWS, num_stages=STAGES):
         q = _read(queries, image, first, head * WIDTH, ROWS, WIDTH)
         score = tl.dot(q, tl.trans(k)) * factor
@@ -147,10 +147,8 @@ def attention_backward_kernel(
             dv = tl.dot(weight.to(do.dtype), do, dv)
             ds = (weight * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk)
-            if ROWS >= 64:  # what tensor cores have rows of
-                dq = tl.dot(tl.trans(ds), k) * scale
-            else:
-                dq = tl.trans(tl.dot(tl.trans(k), ds)) * scale
+            # Tensor cores have 64 rows, and there are fewer queries.
+            dq = tl.trans(tl.dot(tl.trans(k), ds)) * scale
             at = flow + first * (3 * heads * WIDTH) + block
             inside = (token < tokens)[:, None]
             dq += tl.load(at, mask=inside & (start > 0), other=0)

@@ -100,32 +100,32 @@ def _is_zero(node: Any) -> bool:
 
 def _hand_on(graph: Graph, norm: Node) -> bool:
     """Let LayerNorm's kernel make what the branch before it needs of the gradient."""
-    flow, sums = _item(norm, 0), _item(norm, 2)
-    branch = _branch(flow, norm.args[1]) if flow and sums and _is_known(flow) else None
-    if not sums or not branch:
+    flow = _item(norm, 0)
+    branch = _branch(flow, norm) if flow and _is_known(flow) else None
+    if not branch:
         return False
     rows, kept = branch
     totals = [n for n in rows.users if n.target is _aten.sum.dim_IntList and n.args[1] == [0]]
     if kept:
         with graph.inserting_before(norm):
             new = _call(graph, norm.target, *norm.args[:-1], kept)
-            items = [_call(graph, getitem, new, i) for i in range(3)]
+            rows.replace_all_uses_with(_call(graph, getitem, new, 1))
         norm.replace_all_uses_with(new)
         graph.erase_node(norm)
-        rows.replace_all_uses_with(items[1])
-        sums = items[2]
+        norm = new
     for total in totals:
+        value = total.meta["val"]
         with graph.inserting_before(total):
-            value = total.meta["val"]
-            found = _call(graph, _aten.select.int, _summed(graph, sums), 0, 2)
+            found = _call(graph, _aten.select.int, _sums(graph, norm), 0, 2)
             found = _call(graph, _aten.reshape.default, found, list(value.shape))
             found = _call(graph, _CONVERT, found, value.dtype)
         total.replace_all_uses_with(found)
     return bool(kept or totals)
 
 
-def _summed(graph: Graph, parts: Node) -> Node:
-    """The sum of all parts, which there is unless parameters are frozen."""
+def _sums(graph: Graph, norm: Node) -> Node:
+    """Over all parts; they are there already unless LayerNorm's parameters are frozen."""
+    parts = _item(norm, 2) or _call(graph, getitem, norm, 2)
     users = (n for n in parts.users if n.target is _aten.sum.dim_IntList)
     found = next((n for n in users if n.args[1:] == ([0],)), None)
     return found or _call(graph, _aten.sum.dim_IntList, parts, [0])
@@ -136,8 +136,9 @@ def _item(node: Node, index: int) -> Node | None:
     return next(found, None)
 
 
-def _branch(flow: Node, gradient: Any) -> tuple[Node, Node | None] | None:
-    """Rows like ``gradient`` that a matrix product takes, and what ``flow`` was multiplied by."""
+def _branch(flow: Node, norm: Node) -> tuple[Node, Node | None] | None:
+    """Rows of ``flow`` that a matrix product takes, and what they were multiplied by."""
+    gradient: Any = norm.args[1]
     wanted = gradient.meta["val"]
     todo: list[tuple[Node, Node | None]] = [(flow, None)]
     while todo:
@@ -150,19 +151,31 @@ def _branch(flow: Node, gradient: Any) -> tuple[Node, Node | None] | None:
             if user.target in (*_RESHAPES, _CONVERT):
                 todo.append((user, kept))
             elif user.target is _aten.mul.Tensor and not kept:
-                factor = _factor_of_images(user, node)
-                todo += [(user, factor)] if factor else []
+                factor = _factor_of_images(user, node, wanted.shape[1])
+                if factor and not _needs(factor, norm):
+                    todo.append((user, factor))
     return None
 
 
-def _factor_of_images(product: Node, values: Node) -> Node | None:
-    """[n, 1, ...], by which [n, ..., c] are multiplied."""
+def _factor_of_images(product: Node, values: Node, channels: int) -> Node | None:
+    """[n, 1, ...], by which [n, ..., channels] are multiplied."""
     others: list[Any] = [n for n in product.args if n is not values]
     if len(others) != 1 or not isinstance(others[0], Node) or not _is_known(others[0]):
         return None
     n, *rest = values.meta["val"].shape
-    shape = tuple(others[0].meta["val"].shape)
-    return others[0] if len(rest) > 1 and shape == (n, *[1] * len(rest)) else None
+    if len(rest) < 2 or rest[-1] != channels:
+        return None
+    return others[0] if tuple(others[0].meta["val"].shape) == (n, *[1] * len(rest)) else None
+
+
+def _needs(node: Node, other: Node) -> bool:
+    """Whether it is made of the other."""
+    seen, todo = {node}, [node]
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        todo += new
+    return other in seen
 
 
 def _is_known(node: Node) -> bool:
@@ -178,7 +191,7 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
     assert mode is not None
     with mode:
         node.meta["val"] = target(*values)
-    # Without it the compiler thinks that an operator takes any strides.
+    # Without it the compiler hands our operators arguments of any strides.
     node.meta["eager_input_vals"] = (values, {})
     return node
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _part(rows, channels, chunk, CHANNELS: tl.constexpr):
+def rows_of_program(rows, channels, chunk, CHANNELS: tl.constexpr):
     """Of this program: its number, its channels, which of them there are, and how many rows."""
     part = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -22,7 +22,7 @@ def _part(rows, channels, chunk, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _block(start, count, channel, channels, ROWS: tl.constexpr):
+def block_of(start, count, channel, channels, ROWS: tl.constexpr):
     """[rows, channels]: where values lie from the part's first, and which of them there are."""
     row = start + tl.arange(0, ROWS)
     inside = (row < count)[:, None] & (channel < channels)[None, :]
@@ -49,8 +49,8 @@ def moments_kernel(
         out: [parts, 2, channels] float32.
         chunk: rows of a part.
     """
-    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
-    at, inside = _block(0, rows, channel, channels, ROWS)
+    part, channel, is_channel, count = rows_of_program(rows, channels, chunk, CHANNELS)
+    at, inside = block_of(0, rows, channel, channels, ROWS)
     middle = tl.sum(tl.load(x + at, mask=inside, other=0).to(tl.float32), 0)
     middle /= tl.minimum(rows, ROWS)
     tl.store(near + channel, middle, mask=is_channel & (part == 0))
@@ -59,7 +59,7 @@ def moments_kernel(
     squares = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            at, inside = block_of(start + i * ROWS, count, channel, channels, ROWS)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
             value = tl.where(inside, value - middle[None, :], 0)
             sums += value
@@ -94,7 +94,7 @@ def gradient_sums_kernel(
         chunk: rows of a part.
         RELU: gradients count where (x - mean) scale + bias is positive.
     """
-    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
+    part, channel, is_channel, count = rows_of_program(rows, channels, chunk, CHANNELS)
     x += part * chunk * channels
     gradient += part * chunk * channels
     centre = tl.load(mean + channel, mask=is_channel, other=0)
@@ -105,7 +105,7 @@ def gradient_sums_kernel(
     products = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            at, inside = block_of(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32) - centre[None, :]
             if RELU:
@@ -141,7 +141,7 @@ def joined_gradient_kernel(
         sums: [parts, 2, channels] float32: of the result, and of the result times (x - mean).
         chunk: rows of a part.
     """
-    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
+    part, channel, is_channel, count = rows_of_program(rows, channels, chunk, CHANNELS)
     begin = part * chunk * channels
     a, b, y, x, out = a + begin, b + begin, y + begin, x + begin, out + begin
     centre = tl.load(mean + channel, mask=is_channel, other=0)
@@ -149,7 +149,7 @@ def joined_gradient_kernel(
     products = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            at, inside = block_of(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(a + at, mask=inside, other=0).to(tl.float32)
             flow += tl.load(b + at, mask=inside, other=0).to(tl.float32)
             flow = tl.where(tl.load(y + at, mask=inside, other=0) <= 0, 0, flow)

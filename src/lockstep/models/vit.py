@@ -3,8 +3,8 @@
 LayerNorm's backward pass ends where the gradient of the residual is added, and begins with what the
 gradients of its weight and bias are sums of: one kernel here. Another lays the gradients of queries,
 keys and values side by side, as the matrix products before them want it, and sums them for the bias
-meanwhile. Forward passes stay torch's operations, for the compiler to fuse with what lies around
-them. Layers keep their parameters and names.
+meanwhile. Forward passes but attention's and GELU's stay torch's operations, for the compiler to fuse
+with what lies around them. Layers keep their parameters and names.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def norm_backward(
     Args:
         residual, gradient, x: [m, c]. weight: [c] float32.
         mean, deviation: [m] float32, the latter's inverse.
-        kept: [n, ...1] or None: what the gradient is multiplied by, image by image, for the branch that
-            was added to make x (stochastic depth). the pass of ``models/join.py`` gives it.
+        kept: [n, 1, ...] or None: what the gradient is multiplied by, image by image, for the branch that
+            was added to make x (stochastic depth). The pass of ``models/join.py`` gives it.
 
     Returns:
         Like x. For the branch: like gradient (empty without ``kept``). And [parts, 3, c] float32,

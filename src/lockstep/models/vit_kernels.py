@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.models.kernels import _block, _part
+from lockstep.models.kernels import block_of, rows_of_program
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def gelu_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     offset = tl.load(bias + channel, mask=channel < channels, other=0)
     for i in tl.static_range(TIMES):
-        at, inside = _block(i * ROWS, count, channel, channels, ROWS)
+        at, inside = block_of(i * ROWS, count, channel, channels, ROWS)
         value = tl.load(x + at, mask=inside, other=0).to(tl.float32) + offset[None, :]
         tl.store(out + at, value * _normal_below(value, LIMIT, SERIES), mask=inside)
 
@@ -74,7 +74,7 @@ def gelu_backward_kernel(
         chunk: rows of a part.
         SERIES: coefficients of (normal distribution - 1/2) / x in x^2, the last first.
     """
-    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
+    part, channel, is_channel, count = rows_of_program(rows, channels, chunk, CHANNELS)
     x += part * chunk * channels
     gradient += part * chunk * channels
     out += part * chunk * channels
@@ -82,7 +82,7 @@ def gelu_backward_kernel(
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            at, inside = block_of(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32) + offset[None, :]
             below = _normal_below(value, LIMIT, SERIES)
@@ -125,7 +125,7 @@ def norm_backward_kernel(
         sums: [parts, 3, channels] float32: of gradients times normed values, of gradients, and of
             ``branch`` (or out).
     """
-    part, channel, is_channel, count = _part(rows, channels, chunk, CHANNELS)
+    part, channel, is_channel, count = rows_of_program(rows, channels, chunk, CHANNELS)
     residual += part * chunk * channels
     gradient += part * chunk * channels
     x += part * chunk * channels
@@ -140,7 +140,7 @@ def norm_backward_kernel(
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
             row = start + i * ROWS + tl.arange(0, ROWS)
-            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            at, inside = block_of(start + i * ROWS, count, channel, channels, ROWS)
             flow = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
             value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
             passed = tl.load(residual + at, mask=inside, other=0).to(tl.float32)
@@ -204,7 +204,7 @@ def join_heads_kernel(
         sums: [parts, channels] float32.
         chunk: rows of a part.
     """
-    part, channel, _, count = _part(rows, channels, chunk, CHANNELS)
+    part, channel, _, count = rows_of_program(rows, channels, chunk, CHANNELS)
     third, begin = channels // 3, tl.program_id(1) * CHANNELS
     which = begin // third
     x = _of_three(which, q, k, v)
@@ -217,7 +217,7 @@ def join_heads_kernel(
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, count, ROWS * TIMES):
         for i in tl.static_range(TIMES):
-            at, inside = _block(start + i * ROWS, count, channel, channels, ROWS)
+            at, inside = block_of(start + i * ROWS, count, channel, channels, ROWS)
             row = (part * chunk).to(tl.int32) + start + i * ROWS + tl.arange(0, ROWS)
             to_row = (row // tokens).to(tl.int64) * of_image + row % tokens * of_token
             value = tl.load(x + to_row[:, None] + across[None, :], mask=inside, other=0)
