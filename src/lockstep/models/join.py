@@ -105,7 +105,7 @@ def _hand_on(graph: Graph, norm: Node) -> bool:
     if not branch:
         return False
     rows, kept = branch
-    totals = [n for n in rows.users if n.target is _aten.sum.dim_IntList and n.args[1] == [0]]
+    totals = _totals(rows)
     if kept:
         with graph.inserting_before(norm):
             new = _call(graph, norm.target, *norm.args[:-1], kept)
@@ -120,7 +120,11 @@ def _hand_on(graph: Graph, norm: Node) -> bool:
             found = _call(graph, _aten.reshape.default, found, list(value.shape))
             found = _call(graph, _CONVERT, found, value.dtype)
         total.replace_all_uses_with(found)
-    return bool(kept or totals)
+    return True
+
+
+def _totals(rows: Node) -> list[Node]:
+    return [n for n in rows.users if n.target is _aten.sum.dim_IntList and n.args[1] == [0]]
 
 
 def _sums(graph: Graph, norm: Node) -> Node:
@@ -137,15 +141,15 @@ def _item(node: Node, index: int) -> Node | None:
 
 
 def _branch(flow: Node, norm: Node) -> tuple[Node, Node | None] | None:
-    """Rows of ``flow`` that a matrix product takes, and what they were multiplied by."""
+    """Rows of ``flow`` that are multiplied by something, and by what; or that are summed."""
     gradient: Any = norm.args[1]
     wanted = gradient.meta["val"]
     todo: list[tuple[Node, Node | None]] = [(flow, None)]
     while todo:
         node, kept = todo.pop()
         value = node.meta["val"]
-        multiplied = any(user.target is _aten.mm.default for user in node.users)
-        if multiplied and (value.shape, value.dtype) == (wanted.shape, wanted.dtype):
+        alike = (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
+        if alike and (kept or _totals(node)):
             return node, kept
         for user in node.users:
             if user.target in (*_RESHAPES, _CONVERT):
