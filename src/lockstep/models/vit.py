@@ -234,15 +234,9 @@ def _normed_like(
 
 @norm_backward.register_fake
 def _(
-    residual: torch.Tensor,
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor,
-    kept: torch.Tensor | None,
+    residual: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _normed_like(gradient, x, kept)
+    return _normed_like(gradient, x, others[-1])
 
 
 @norm_backward.register_kernel("cpu")
