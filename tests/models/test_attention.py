@@ -152,7 +152,7 @@ def test_networks(device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) 
             return real(qkv, scale)
 
         monkeypatch.setattr(ours, "attention", attention)
-    for count, size in ((4, 16), (6, 16), (4, 64)):
+    for count, size in ((4, 16), (6, 16), (4, 64))[: 2 if compiled else 3]:
         images = torch.randn(count, 3, size, size, device=device)
         results = []
         for network in (plain, fast):
