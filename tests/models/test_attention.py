@@ -66,13 +66,13 @@ def test_the_kernels_are_what_they_stand_for() -> None:
     torch.manual_seed(0)
     qkv = torch.randn(64, 197, 3, 12, 64).bfloat16()
     flow = torch.randn(64, 197, 12, 64).bfloat16()
-    out, lse = ours.attention(qkv, 0.125)
-    found, found_lse = ours.attention(qkv.cuda(), 0.125)
+    out, lse = ours.attention(qkv)
+    found, found_lse = ours.attention(qkv.cuda())
     torch.testing.assert_close(found.cpu(), out, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found_lse.cpu()[..., :197], lse[..., :197], rtol=1e-4, atol=1e-3)
     arguments = (flow, qkv, out, lse)
-    wanted = ours.attention_backward(*arguments, 0.125)
-    results = [ours.attention_backward(*(t.cuda() for t in arguments), 0.125) for _ in range(2)]
+    wanted = ours.attention_backward(*arguments)
+    results = [ours.attention_backward(*(t.cuda() for t in arguments)) for _ in range(2)]
     for a, b, again in zip(results[0], wanted, results[1], strict=True):
         assert torch.equal(a, again)
         assert float((a.cpu() - b).float().norm() / b.float().norm()) < 2e-2
@@ -139,17 +139,13 @@ def test_networks(device: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) 
     speed_up_attention(fast)
     counting = Counting()
     if compiled:
-        torch._dynamo.reset()
-        if device == "cuda":
-            fast.compile(options={"post_grad_custom_pre_pass": counting})
-        else:
-            fast.compile(backend=counting.backend())
+        counting.compile(fast, device)
     else:
         real = ours.attention
 
-        def attention(qkv: torch.Tensor, scale: float) -> Any:
+        def attention(qkv: torch.Tensor) -> Any:
             used.append(qkv.shape[1])
-            return real(qkv, scale)
+            return real(qkv)
 
         monkeypatch.setattr(ours, "attention", attention)
     for count, size in ((4, 16), (6, 16), (4, 64))[: 2 if compiled else 3]:

@@ -50,7 +50,14 @@ class Counting(JoinGradients):
         rows = [node.args[0].meta["val"] for node in sums if node.args[1] == [0]]
         self.sums += sum(value.dtype == torch.bfloat16 for value in rows)
 
-    def backend(self) -> Any:
+    def compile(self, model: nn.Module, device: str) -> None:
+        torch._dynamo.reset()
+        if device == "cuda":
+            model.compile(options={"post_grad_custom_pre_pass": self})
+        else:
+            model.compile(backend=self._backend())
+
+    def _backend(self) -> Any:
         def backward(module: fx.GraphModule, _: Any) -> Any:
             self(module.graph)
             module.recompile()
@@ -72,12 +79,8 @@ def test_networks(everywhere: None, name: str, joins: int, device: str) -> None:
     plain = timm.create_model(name, num_classes=10).to(device, memory_format=torch.channels_last)
     fast = copy.deepcopy(plain)
     speed_up_norms(fast)
-    torch._dynamo.reset()
     counting = Counting()
-    if device == "cuda":
-        fast.compile(options={"post_grad_custom_pre_pass": counting})
-    else:
-        fast.compile(backend=counting.backend())
+    counting.compile(fast, device)
     x = images(2, 3, 64, 64, dtype=torch.float32, device=device)
     gradients = []
     for network in (fast, plain):
@@ -116,9 +119,8 @@ def test_only_what_is_meant(everywhere: None, between: Any, joins: int) -> None:
     plain = Net().to(memory_format=torch.channels_last)
     fast = copy.deepcopy(plain)
     speed_up_norms(fast)
-    torch._dynamo.reset()
     counting = Counting()
-    fast.compile(backend=counting.backend())
+    counting.compile(fast, "cpu")
     x = images(2, 16, 8, 8, dtype=torch.float32, device="cpu")
     gradients = []
     for network in (fast, plain):
@@ -165,12 +167,8 @@ def test_branches(
         lower_residuals(plain, Precision.model_construct(name="bf16", residual="low"))
     fast = copy.deepcopy(plain)
     vit.speed_up_blocks(fast)
-    torch._dynamo.reset()
     counting = Counting()
-    if device == "cuda":
-        fast.compile(options={"post_grad_custom_pre_pass": counting})
-    else:
-        fast.compile(backend=counting.backend())
+    counting.compile(fast, device)
     x = torch.randn(6, 3, 16, 16, device=device)
     gradients = []
     for network in (exact, plain, fast):
@@ -243,9 +241,8 @@ def test_only_branches_that_are_meant(
     if frozen:
         getattr(plain, frozen).requires_grad_(False)
     fast = copy.deepcopy(plain)
-    torch._dynamo.reset()
     counting = Counting()
-    fast.compile(backend=counting.backend())
+    counting.compile(fast, "cpu")
     by = torch.rand(8, 1, 1).bfloat16()
     for size in sizes:
         x = torch.randn(size, 3, 16)

@@ -20,8 +20,9 @@ _WIDTH = 64
 """Of a head."""
 _MOST_TOKENS = 256
 _HOPPER = 9
-
-
+_SCALE = _WIDTH**-0.5
+_FACTOR = _SCALE / math.log(2)
+"""Of scores to base 2."""
 _FORWARD = {"ROWS": 64, "STAGES": 1, "num_warps": 4, "maxnreg": 168}
 """So many registers of a thread let three programs share a processor."""
 _BACKWARD = {"ROWS": 32, "KEYS": 128, "STAGES": 2, "num_warps": 4}
@@ -66,42 +67,40 @@ def short_attention(x: torch.Tensor, bias: torch.Tensor, heads: int) -> torch.Te
     Returns:
         [n, tokens, heads 64].
     """
-    output: torch.Tensor = _Attend.apply(x, bias, heads, _WIDTH**-0.5)
+    output: torch.Tensor = _Attend.apply(x, bias, heads)
     return output.flatten(2)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor, heads: int, scale: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, heads: int) -> torch.Tensor:
         qkv = x.contiguous().view(*x.shape[:2], 3, heads, _WIDTH)
         output: torch.Tensor
-        output, lse = attention(qkv, scale)
+        output, lse = attention(qkv)
         ctx.save_for_backward(qkv, output, lse)
-        ctx.scale, ctx.dtype = scale, bias.dtype
+        ctx.dtype = bias.dtype
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv, output, lse = ctx.saved_tensors
-        flow, sums = attention_backward(gradient.contiguous(), qkv, output, lse, ctx.scale)
+        flow, sums = attention_backward(gradient.contiguous(), qkv, output, lse)
         of_queries, of_values = sums.sum(0).flatten(1)
         of_keys = torch.zeros_like(of_queries)  # the same for every key changes no weight
         of_bias = torch.cat([of_queries, of_keys, of_values]).to(ctx.dtype)
-        return flow.flatten(2), of_bias, None, None
+        return flow.flatten(2), of_bias, None
 
 
 @torch.library.custom_op("lockstep::attention", mutates_args=(), device_types="cuda")
-def attention(qkv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v of each head.
+def attention(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T / 8) v of each head.
 
     Args:
         qkv: [n, tokens, 3, heads, 64], contiguous, 16 bits.
 
     Returns:
         [n, tokens, heads, 64], and for :func:`attention_backward` [n, heads, _MOST_TOKENS] float32:
-        log2 of the sum of a query's exp(scale q k^T).
+        log2 of the sum of a query's exp(q k^T / 8).
     """
     from lockstep.models.attention_kernels import attention_kernel
 
@@ -109,7 +108,7 @@ def attention(qkv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tens
     n, tokens, _, heads, _ = qkv.shape
     keys, queries = _keys_at_once(tokens), _FORWARD["ROWS"]
     attention_kernel[n * heads,](
-        _blocks(qkv, queries), _blocks(qkv, keys), _blocks(out, queries), lse, scale / math.log(2),
+        _blocks(qkv, queries), _blocks(qkv, keys), _blocks(out, queries), lse, _FACTOR,
         tokens, heads, SURE=tokens // 64 * 64, MOST=_MOST_TOKENS, WIDTH=_WIDTH, KEYS=keys, **_FORWARD,
     )  # fmt: skip
     return out, lse
@@ -125,22 +124,18 @@ def _outputs_like(qkv: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 @attention.register_kernel("cpu")
-def _(qkv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _outputs_like(qkv)
     q, k, v = _by_head(qkv)
     with torch.autocast("cpu", enabled=False):
-        score = q @ k.mT * scale
+        score = q @ k.mT * _SCALE
         lse.zero_()[:, :, : qkv.shape[1]] = score.logsumexp(-1) / math.log(2)
         return out.copy_((score.softmax(-1) @ v).transpose(1, 2)), lse
 
 
 @torch.library.custom_op("lockstep::attention_backward", mutates_args=(), device_types="cuda")
 def attention_backward(
-    gradient: torch.Tensor,
-    qkv: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
+    gradient: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of qkv, and sums over the tokens of that of queries and of values.
 
@@ -159,7 +154,7 @@ def attention_backward(
     attention_backward_kernel[n * heads,](
         _blocks(gradient, queries), _blocks(qkv, queries), _blocks(qkv, keys),
         _blocks(out, queries), lse, torch.empty_like(lse), flow, _blocks(flow, keys), sums,
-        scale / math.log(2), scale, tokens, heads, MOST=_MOST_TOKENS, WIDTH=_WIDTH, **_BACKWARD,
+        _FACTOR, _SCALE, tokens, heads, MOST=_MOST_TOKENS, WIDTH=_WIDTH, **_BACKWARD,
     )  # fmt: skip
     return flow, sums
 
@@ -174,18 +169,14 @@ def _gradients_like(
 
 @attention_backward.register_kernel("cpu")
 def _(
-    gradient: torch.Tensor,
-    qkv: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
+    gradient: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     flow, sums = _gradients_like(gradient, qkv)
     q, k, v = _by_head(qkv)
     do, o = (t.float().transpose(1, 2) for t in (gradient, out))
     with torch.autocast("cpu", enabled=False):
-        weight = torch.exp2(q @ k.mT * (scale / math.log(2)) - lse[:, :, : qkv.shape[1], None])
-        ds = weight * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
+        weight = torch.exp2(q @ k.mT * _FACTOR - lse[:, :, : qkv.shape[1], None])
+        ds = weight * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * _SCALE
         flows = torch.stack([ds @ k, ds.mT @ q, weight.mT @ do]).permute(1, 3, 0, 2, 4)
     return flow.copy_(flows), sums.copy_(flows.sum(1)[:, ::2])
 

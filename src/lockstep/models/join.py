@@ -101,7 +101,7 @@ def _is_zero(node: Any) -> bool:
 def _hand_on(graph: Graph, norm: Node) -> bool:
     """Let LayerNorm's kernel make what the branch before it needs of the gradient."""
     flow = _item(norm, 0)
-    branch = _branch(flow, norm) if flow and _is_known(flow) else None
+    branch = _branch(flow, norm) if _is_known(flow) else None
     if not branch:
         return False
     rows, kept = branch
@@ -140,7 +140,7 @@ def _item(node: Node, index: int) -> Node | None:
     return next(found, None)
 
 
-def _branch(flow: Node, norm: Node) -> tuple[Node, Node | None] | None:
+def _branch(flow: Any, norm: Node) -> tuple[Node, Node | None] | None:
     """Rows of ``flow`` that are multiplied by something, and by what; or that are summed."""
     gradient: Any = norm.args[1]
     wanted = gradient.meta["val"]
@@ -164,7 +164,7 @@ def _branch(flow: Node, norm: Node) -> tuple[Node, Node | None] | None:
 def _factor_of_images(product: Node, values: Node, channels: int) -> Node | None:
     """[n, 1, ...], by which [n, ..., channels] are multiplied."""
     others: list[Any] = [n for n in product.args if n is not values]
-    if len(others) != 1 or not isinstance(others[0], Node) or not _is_known(others[0]):
+    if len(others) != 1 or not _is_known(others[0]):
         return None
     n, *rest = values.meta["val"].shape
     if len(rest) < 2 or rest[-1] != channels:
@@ -182,9 +182,9 @@ def _needs(node: Node, other: Node) -> bool:
     return other in seen
 
 
-def _is_known(node: Node) -> bool:
-    """Whether sizes are numbers."""
-    value = node.meta.get("val")
+def _is_known(node: Any) -> bool:
+    """Whether it is an array whose sizes are numbers."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
     return isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
 
 
@@ -202,13 +202,11 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
 
 def _are_alike(*nodes: Any) -> bool:
     """Whether all are images of one known size and type, channels last."""
-    if not all(isinstance(node, Node) for node in nodes):
+    if not all(_is_known(node) for node in nodes):
         return False
-    values = [node.meta.get("val") for node in nodes]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return False
+    values = [node.meta["val"] for node in nodes]
     first = values[0]
-    return all(isinstance(size, int) for size in first.shape) and all(
+    return all(
         (value.shape, value.dtype) == (first.shape, first.dtype)
         and value.is_contiguous(memory_format=torch.channels_last)
         for value in values
