@@ -32,7 +32,7 @@ def on_our_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 16, 50, 64, 65, 128, 150, 197, 256])
+@pytest.mark.parametrize("tokens", [1, 16, 33, 50, 64, 65, 128, 150, 197, 224, 225, 256])
 @pytest.mark.parametrize(("n", "heads"), [(1, 1), (2, 3)])
 def test_gradients(n: int, heads: int, tokens: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)

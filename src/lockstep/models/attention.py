@@ -25,7 +25,8 @@ _FACTOR = _SCALE / math.log(2)
 """Of scores to base 2."""
 _FORWARD = {"ROWS": 64, "STAGES": 1, "num_warps": 4, "maxnreg": 168}
 """So many registers of a thread let three programs share a processor."""
-_BACKWARD = {"ROWS": 32, "KEYS": 128, "STAGES": 2, "num_warps": 4}
+_BACKWARD = {"num_warps": 4, "maxnreg": 168}
+"""So do these, where all blocks of queries but one are used."""
 
 
 class ShortAttention(FastAttention):
@@ -146,15 +147,17 @@ def attention_backward(
     Returns:
         Like qkv, and [n, 2, heads, 64] float32.
     """
-    from lockstep.models.attention_kernels import attention_backward_kernel
+    from lockstep.models.attention_kernels import KEYS, ROWS, attention_backward_kernel
 
     flow, sums = _gradients_like(gradient, qkv)
     n, tokens, _, heads, _ = qkv.shape
-    keys, queries = _BACKWARD["KEYS"], _BACKWARD["ROWS"]
+    queries, keys = ROWS.value, KEYS.value
+    blocks = _MOST_TOKENS // queries
     attention_backward_kernel[n * heads,](
-        _blocks(gradient, queries), _blocks(qkv, queries), _blocks(qkv, keys),
-        _blocks(out, queries), lse, torch.empty_like(lse), flow, _blocks(flow, keys), sums,
-        _FACTOR, _SCALE, tokens, heads, MOST=_MOST_TOKENS, WIDTH=_WIDTH, **_BACKWARD,
+        _swizzled(gradient, queries), _swizzled(qkv, queries), _swizzled(qkv, keys),
+        _swizzled(out, queries), lse, _swizzled(flow, queries), _swizzled(flow, keys), sums,
+        _FACTOR, _SCALE, tokens, heads, MOST=_MOST_TOKENS,
+        BLOCKS=blocks if tokens > (blocks - 1) * queries else blocks - 1, **_BACKWARD,
     )  # fmt: skip
     return flow, sums
 
@@ -196,3 +199,12 @@ def _blocks(array: torch.Tensor, tokens: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(array.flatten(2), [1, tokens, _WIDTH])
+
+
+def _swizzled(array: torch.Tensor, tokens: int) -> Any:
+    """The same for Gluon, with the places in shared memory that tensor cores read from."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor.from_tensor(array.flatten(2), [1, tokens, _WIDTH], layout)

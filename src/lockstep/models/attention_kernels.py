@@ -8,8 +8,11 @@ Descriptors are of [images, tokens, 3 heads WIDTH], where those of queries come 
 [images, tokens, heads WIDTH]; blocks of [1, ROWS or KEYS, WIDTH]. Tokens past the last are read as zeros.
 
 Numbers of tokens and heads are no constants: ptxas 12.8, which Triton 3.6 has, leaves descriptors of
-shared memory undefined in one variant of this code and not in another (backward with STAGES=1 is
-one), and the GPU stops with an illegal memory access. So the variants are few, and tests run each.
+shared memory undefined in one variant of such code and not in another, and the GPU stops with an
+illegal memory access. So the variants are few, and tests run each.
+
+Backward is in Gluon, Triton's lower level: in Triton itself it took 1.6 times as long, as that waits
+for every product and for every block that is read.
 """
 
 # mypy: ignore-errors
@@ -18,6 +21,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 
 @triton.jit
@@ -79,90 +91,234 @@ def attention_kernel(
         tl.store(lse + token, most + tl.log2(total))
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
+WIDTH = gl.constexpr(64)
+"""Of a head."""
+ROWS = gl.constexpr(32)
+KEYS = gl.constexpr(64)
+"""Of a pass: with 64, registers and shared memory let three programs share a processor."""
+_TILE = gl.constexpr(32 * 64 * 2)
+"""Bytes of a block of queries."""
+_RING = gl.constexpr(2)
+"""Blocks of queries that are there or on their way."""
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+_WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, _WIDE.value, 2))
+_FLAT = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
+_GRID = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0]))
+_meet = getattr(gl, "barrier", None) or gl.thread_barrier  # its name until Triton 3.6
+
+
+@gluon.jit
+def _power_of_two(x):
+    # Without the steps that tl.exp2 takes for results below 2^-126.
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _expect_keys(bars, there):
+    mbarrier.expect(bars.index(0), KEYS * WIDTH * 2, pred=there)
+    mbarrier.expect(bars.index(1), KEYS * WIDTH * 2, pred=there)
+
+
+@gluon.jit
+def _fetch_keys(keys, k, v, bars, image, first, column, values, there):
+    at_k = [image, first, values // 2 + column]
+    at_v = [image, first, values + column]
+    tma.async_copy_global_to_shared(keys, at_k, bars.index(0), k, pred=there)
+    tma.async_copy_global_to_shared(keys, at_v, bars.index(1), v, pred=there)
+
+
+@gluon.jit
+def _fetch(array, image, block, column, bars, ring, slot, there):
+    at = [image, block * ROWS, column]
+    tma.async_copy_global_to_shared(array, at, bars.index(slot), ring.index(slot), pred=there)
+
+
+@gluon.jit
+def _two_dimensions(block):
+    return block.reshape([block.shape[1], block.shape[2]])
+
+
+@gluon.jit(do_not_specialize=["tokens", "heads"])
 def attention_backward_kernel(
     gradients,
     queries,
     keys,
     outputs,
     lse,
-    scratch,
-    flow,
+    flow_queries,
     flow_keys,
     sums,
     factor,
     scale,
     tokens,
     heads,
-    MOST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    MOST: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """Gradients of queries, keys and values, and their sums over an image.
 
+    Keys are taken in passes; in each, blocks of queries pass by. What queries have from the passes
+    before is kept in shared memory, in 16 bits. Four warps.
+
     Args:
-        gradients: descriptor, of the outputs.
-        queries, keys, outputs: descriptors, as of the kernel above.
+        gradients, outputs: descriptors of blocks of queries.
+        queries, keys: descriptors of the same, of blocks of queries and of keys.
         lse: [images, heads, MOST] float32, of the kernel above.
-        scratch: [images, heads, MOST] float32, to write to.
-        flow: [images, tokens, 3, heads, WIDTH], and flow_keys: a descriptor of it.
+        flow_queries, flow_keys: descriptors of what is written, as ``queries`` and ``keys``.
         sums: [images, 2, heads, WIDTH] float32: of queries and values. That of all keys is zero: the
             same for each key changes no weight.
         factor: of the products of queries and keys: scores are to base 2.
         scale: the same to base e.
         MOST: tokens that there may be, a multiple of ROWS.
-        KEYS: at once, a power of two; queries add up the gradients that they have of each part.
+        BLOCKS: of queries that there may be: ROWS * BLOCKS >= tokens.
     """
-    pair = tl.program_id(0)
-    image, head = pair // heads, pair % heads
-    flow += image.to(tl.int64) * (tokens * 3 * heads * WIDTH) + head * WIDTH
-    sums += (image * 2 * heads + head) * WIDTH + tl.arange(0, WIDTH)
-    lse += pair * MOST
-    scratch += pair * MOST
-    # A query's weights are never here together. What they times their gradients sum up to is its
-    # output times that one's gradient.
-    for first in tl.range(0, tokens, ROWS, num_stages=STAGES + 1):
-        do = _read(gradients, image, first, head * WIDTH, ROWS, WIDTH)
-        o = _read(outputs, image, first, head * WIDTH, ROWS, WIDTH)
-        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-        tl.store(scratch + first + tl.arange(0, ROWS), delta)
-    tl.debug_barrier()  # threads read what others have written
-    block = tl.arange(0, ROWS)[:, None] * (3 * heads * WIDTH) + tl.arange(0, WIDTH)[None, :]
-    for start in range(0, tokens, KEYS):
-        k = _read(keys, image, start, (heads + head) * WIDTH, KEYS, WIDTH)
-        v = _read(keys, image, start, (2 * heads + head) * WIDTH, KEYS, WIDTH)
-        dk = tl.zeros([KEYS, WIDTH], tl.float32)
-        dv = tl.zeros([KEYS, WIDTH], tl.float32)
-        for first in tl.range(0, tokens, ROWS, num_stages=STAGES):
-            token = first + tl.arange(0, ROWS)
-            q = _read(queries, image, first, head * WIDTH, ROWS, WIDTH)
-            do = _read(gradients, image, first, head * WIDTH, ROWS, WIDTH)
-            score = tl.dot(k, tl.trans(q)) * factor - tl.load(lse + token)[None, :]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = queries.dtype
+    pair = gl.program_id(0)
+    image, column = pair // heads, pair % heads * WIDTH
+    values = 2 * heads * WIDTH
+    blocks = (tokens + ROWS - 1) // ROWS
+    passes = (tokens + KEYS - 1) // KEYS
+    turns = blocks * passes
+
+    k_all = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], keys.layout)
+    v_all = gl.allocate_shared_memory(dtype, [1, KEYS, WIDTH], keys.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [_RING, 1, ROWS, WIDTH], queries.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [_RING, 1, ROWS, WIDTH], queries.layout)
+    o_ring = gl.allocate_shared_memory(dtype, [_RING, 1, ROWS, WIDTH], queries.layout)
+    dq_all = gl.allocate_shared_memory(dtype, [BLOCKS, 1, ROWS, WIDTH], queries.layout)
+    ds_all = gl.allocate_shared_memory(dtype, [KEYS, ROWS], gl.NVMMASharedLayout(64, 16, 2))
+    lse_all = gl.allocate_shared_memory(gl.float32, [MOST // ROWS, ROWS], PLAIN)
+    delta_all = gl.allocate_shared_memory(gl.float32, [MOST // ROWS, ROWS], PLAIN)
+    bars_q = gl.allocate_shared_memory(gl.int64, [_RING, 1], mbarrier.MBarrierLayout())
+    bars_do = gl.allocate_shared_memory(gl.int64, [_RING, 1], mbarrier.MBarrierLayout())
+    bars_o = gl.allocate_shared_memory(gl.int64, [_RING, 1], mbarrier.MBarrierLayout())
+    bars_keys = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+
+    block_of = gl.arange(0, MOST // ROWS, layout=gl.SliceLayout(1, _GRID))[:, None]
+    row_of = gl.arange(0, ROWS, layout=gl.SliceLayout(0, _GRID))[None, :]
+    all_lse = gl.load(lse + pair * MOST + block_of * ROWS + row_of)
+    for i in gl.static_range(_RING):
+        mbarrier.init(bars_q.index(i), count=1)
+        mbarrier.init(bars_do.index(i), count=1)
+        mbarrier.init(bars_o.index(i), count=1)
+        mbarrier.init(bars_keys.index(i), count=1)
+    _expect_keys(bars_keys, True)
+    for i in gl.static_range(_RING):
+        mbarrier.expect(bars_q.index(i), _TILE, pred=i < turns)
+        mbarrier.expect(bars_do.index(i), _TILE, pred=i < turns)
+        mbarrier.expect(bars_o.index(i), _TILE, pred=i < blocks)
+    _fetch_keys(keys, k_all, v_all, bars_keys, image, 0, column, values, True)
+    for i in gl.static_range(_RING):
+        _fetch(queries, image, i, column, bars_q, q_ring, i, i < turns)
+        _fetch(gradients, image, i, column, bars_do, do_ring, i, i < turns)
+        _fetch(outputs, image, i, column, bars_o, o_ring, i, i < blocks)
+    GRID: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    lse_all._reinterpret(gl.float32, [MOST // ROWS, ROWS], GRID).store(all_lse)
+
+    k, v = _two_dimensions(k_all), _two_dimensions(v_all)
+    spare_all = o_ring._reinterpret(dtype, [1, KEYS, WIDTH], keys.layout)
+    spare = _two_dimensions(spare_all)
+    none = gl.zeros([KEYS, ROWS], gl.float32, _SCORES)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, _WIDE))[:, None]
+    channel = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, _WIDE))[None, :]
+    sums += (image * 2 * heads) * WIDTH + column
+    sums = sums + channel + row * 0
+    is_top = (row == 0) & (channel >= 0)
+    turn = 0
+    for number in range(passes):
+        is_last = number == passes - 1
+        dk = gl.zeros([KEYS, WIDTH], gl.float32, _WIDE)
+        dv = gl.zeros([KEYS, WIDTH], gl.float32, _WIDE)
+        mbarrier.wait(bars_keys.index(0), number & 1)
+        mbarrier.wait(bars_keys.index(1), number & 1)
+        for block in range(blocks):
+            slot, phase = turn & (_RING - 1), turn // _RING & 1
+            slot_o, phase_o = block & (_RING - 1), block // _RING & 1
+            q = _two_dimensions(q_ring.index(slot))
+            do = _two_dimensions(do_ring.index(slot))
+            most = lse_all.index(block).load(gl.SliceLayout(0, _SCORES))
+            mbarrier.wait(bars_q.index(slot), phase)
+            score = warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
+            mbarrier.wait(bars_do.index(slot), phase)
+            dp = warpgroup_mma(v, do.permute([1, 0]), none, use_acc=False, is_async=True)
+            if number == 0:
+                # A query's weights are never here together. What they times their gradients sum up
+                # to is its output times that one's gradient.
+                mbarrier.wait(bars_o.index(slot_o), phase_o)
+                o = _two_dimensions(o_ring.index(slot_o))
+                both = do.load(_FLAT).to(gl.float32) * o.load(_FLAT).to(gl.float32)
+                delta_all.index(block).store(gl.sum(both, 1))
+                _meet()
+            score = warpgroup_mma_wait(1, deps=[score]) * factor - most[None, :]
             # Past the last key all are zeros, of which a finite weight makes nothing.
-            weight = tl.exp2(tl.minimum(score, 0, propagate_nan=tl.PropagateNan.ALL))
-            dp = tl.dot(v, tl.trans(do))
-            delta = tl.load(scratch + token)
-            dv = tl.dot(weight.to(do.dtype), do, dv)
-            ds = (weight * (dp - delta[None, :])).to(q.dtype)
-            dk = tl.dot(ds, q, dk)
+            score = gl.minimum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            weight = _power_of_two(score)
+            left = gl.convert_layout(weight.to(dtype), _LEFT)
+            dv = warpgroup_mma(left, do, dv, is_async=True)
+            delta = delta_all.index(block).load(gl.SliceLayout(0, _SCORES))
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds = (weight * (dp - delta[None, :])).to(dtype)
+            ds_all.store(ds)
+            fence_async_shared()
+            dk = warpgroup_mma(gl.convert_layout(ds, _LEFT), q, dk, is_async=True)
             # Tensor cores have 64 rows, and there are fewer queries.
-            dq = tl.trans(tl.dot(tl.trans(k), ds)) * scale
-            at = flow + first * (3 * heads * WIDTH) + block
-            inside = (token < tokens)[:, None]
-            dq += tl.load(at, mask=inside & (start > 0), other=0)
-            tl.store(at, dq, mask=inside)
-        _write(flow_keys, image, start, (heads + head) * WIDTH, (dk * scale).to(k.dtype))
-        _write(flow_keys, image, start, (2 * heads + head) * WIDTH, dv.to(k.dtype))
-        is_key = (start + tl.arange(0, KEYS) < tokens)[:, None]
-        of_v = tl.sum(tl.where(is_key, dv, 0), 0)
-        of_v += tl.load(sums + heads * WIDTH, mask=start > 0, other=0)
-        tl.store(sums + heads * WIDTH, of_v)
-        tl.debug_barrier()
-    total = tl.zeros([64, WIDTH], tl.float32)
-    for first in tl.static_range(0, MOST, 64):
-        token = first + tl.arange(0, 64)
-        at = token[:, None] * (3 * heads * WIDTH) + tl.arange(0, WIDTH)[None, :]
-        total += tl.load(flow + at, mask=(token < tokens)[:, None], other=0)
-    tl.store(sums, tl.sum(total, 0))
+            nothing = gl.zeros([WIDTH, ROWS], gl.float32, _SCORES)
+            dq = warpgroup_mma(k.permute([1, 0]), ds_all, nothing, use_acc=False, is_async=True)
+            # That the block after the next is to come is said here, and it is asked for when all
+            # have read this one: the compiler lets threads wait for each other between the two.
+            ahead = block + _RING
+            ahead = gl.where(ahead < blocks, ahead, ahead - blocks)
+            is_more = turn + _RING < turns
+            is_more_o = (block + _RING < blocks) & (number == 0)
+            mbarrier.expect(bars_q.index(slot), _TILE, pred=is_more)
+            mbarrier.expect(bars_do.index(slot), _TILE, pred=is_more)
+            mbarrier.expect(bars_o.index(slot_o), _TILE, pred=is_more_o)
+            if is_last & (block > 0):
+                before = dq_all.index(block - 1)
+                at = [image, (block - 1) * ROWS, column]
+                tma.async_copy_shared_to_global(flow_queries, at, before)
+            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+            dq = dq * scale
+            part = _two_dimensions(dq_all.index(block)).permute([1, 0])
+            if number > 0:
+                dq += part.load(_SCORES).to(gl.float32)
+            part.store(dq.to(dtype))
+            _fetch(queries, image, ahead, column, bars_q, q_ring, slot, is_more)
+            _fetch(gradients, image, ahead, column, bars_do, do_ring, slot, is_more)
+            _fetch(outputs, image, block + _RING, column, bars_o, o_ring, slot_o, is_more_o)
+            if is_last:
+                fence_async_shared()
+            turn += 1
+        # Keys of the next pass come while gradients of this one go, from where outputs were.
+        _expect_keys(bars_keys, not is_last)
+        tma.store_wait(0)
+        first = number * KEYS
+        is_key = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, _WIDE)) < tokens
+        spare.store(gl.where(is_key[:, None], dv, 0.0).to(dtype))
+        fence_async_shared()
+        ones = gl.full([64, KEYS], 1.0, dtype, _LEFT)
+        nothing = gl.zeros([64, WIDTH], gl.float32, _WIDE)
+        of_v = warpgroup_mma(ones, spare, nothing, use_acc=False, is_async=True)
+        _fetch_keys(keys, k_all, v_all, bars_keys, image, first + KEYS, column, values, not is_last)
+        if is_last:
+            at = [image, (blocks - 1) * ROWS, column]
+            tma.async_copy_shared_to_global(flow_queries, at, dq_all.index(blocks - 1))
+        tma.async_copy_shared_to_global(flow_keys, [image, first, values + column], spare_all)
+        of_v = warpgroup_mma_wait(0, deps=[of_v])
+        of_v += gl.load(sums + heads * WIDTH, mask=is_top & (number > 0), other=0.0)
+        gl.store(sums + heads * WIDTH, of_v, mask=is_top)
+        tma.store_wait(0)
+        spare.store((dk * scale).to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(flow_keys, [image, first, values // 2 + column], spare_all)
+    ones = gl.full([64, ROWS], 1.0, dtype, _LEFT)
+    of_q = gl.zeros([64, WIDTH], gl.float32, _WIDE)
+    of_q = warpgroup_mma(ones, _two_dimensions(dq_all.index(0)), of_q, is_async=True)
+    for block in range(1, blocks):
+        of_q = warpgroup_mma(ones, _two_dimensions(dq_all.index(block)), of_q, is_async=True)
+    gl.store(sums, warpgroup_mma_wait(0, deps=[of_q]), mask=is_top)
+    tma.store_wait(0)
