@@ -612,6 +612,7 @@ def test_all_refusals_at_once() -> None:
         pytest.param(["strategy.sync_batchnorm=true"], MODEL, "no effect", id="no BatchNorm"),
         pytest.param(["strategy.sync_batchnorm=true"], BATCHNORM, "no effect", id="alone"),
         pytest.param(["precision=fp16", "ema.enabled=true"], MODEL, "loss scaler", id="fp16"),
+        pytest.param(["optimizer.name=AdamW8bit"], MODEL, "compiles its update", id="8 bits"),
     ],
 )
 def test_notes(overrides: list[str], model: ModelFacts, note: str) -> None:

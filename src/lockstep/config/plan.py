@@ -463,12 +463,15 @@ def _check_strategy(
         problems.append("strategy.shard = none with strategy=hsdp: that is strategy=ddp")
     if s.cpu_offload and strategy not in ("fsdp", "hsdp"):
         problems.append(f"strategy.cpu_offload = true needs strategy=fsdp, not {strategy}")
-    if config.optimizer.name.lower() == sizing.ADAMW_8BIT and strategy in ("fsdp", "hsdp"):
-        problems.append(
-            f"optimizer.name = {config.optimizer.name} with strategy={strategy}: its blocks of 256 "
-            "values would change with the shards, and the run with them: use strategy=ddp or "
-            "single, or optimizer=adamw, whose state is sharded"
-        )
+    if config.optimizer.name.lower() == sizing.ADAMW_8BIT:
+        name = f"optimizer.name = {config.optimizer.name}"
+        notes.append(f"{name}: torchao compiles its update in the first step, some half a minute")
+        if strategy in ("fsdp", "hsdp"):
+            problems.append(
+                f"{name} with strategy={strategy}: its blocks of 256 values would change with the "
+                "shards, and the run with them: use strategy=ddp or single, or optimizer=adamw, "
+                "whose state is sharded"
+            )
     if s.reduce != "auto" and strategy != "ddp":
         problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
     if s.meta_init and strategy not in ("fsdp", "hsdp"):
