@@ -26,7 +26,7 @@ _FACTOR = _SCALE / math.log(2)
 _FORWARD = {"ROWS": 64, "STAGES": 1, "num_warps": 4, "maxnreg": 168}
 """So many registers of a thread let three programs share a processor."""
 _BACKWARD = {"num_warps": 4, "maxnreg": 168}
-"""So do these, where all blocks of queries but one are used."""
+"""So do these up to 224 tokens; more take the shared memory of two."""
 
 
 class ShortAttention(FastAttention):
@@ -147,17 +147,21 @@ def attention_backward(
     Returns:
         Like qkv, and [n, 2, heads, 64] float32.
     """
-    from lockstep.models.attention_kernels import KEYS, ROWS, attention_backward_kernel
+    from lockstep.models.attention_kernels import (
+        BACKWARD_KEYS,
+        BACKWARD_ROWS,
+        attention_backward_kernel,
+    )
 
     flow, sums = _gradients_like(gradient, qkv)
     n, tokens, _, heads, _ = qkv.shape
-    queries, keys = ROWS.value, KEYS.value
-    blocks = _MOST_TOKENS // queries
+    keys, rows = BACKWARD_KEYS.value, BACKWARD_ROWS.value
+    most = _MOST_TOKENS // rows
     attention_backward_kernel[n * heads,](
-        _swizzled(gradient, queries), _swizzled(qkv, queries), _swizzled(qkv, keys),
-        _swizzled(out, queries), lse, _swizzled(flow, queries), _swizzled(flow, keys), sums,
+        _swizzled(gradient, rows), _swizzled(qkv, rows), _swizzled(qkv, keys),
+        _swizzled(out, rows), lse, _swizzled(flow, rows), _swizzled(flow, keys), sums,
         _FACTOR, _SCALE, tokens, heads, MOST=_MOST_TOKENS,
-        BLOCKS=blocks if tokens > (blocks - 1) * queries else blocks - 1, **_BACKWARD,
+        BLOCKS=most if tokens > (most - 1) * rows else most - 1, **_BACKWARD,
     )  # fmt: skip
     return flow, sums
 
