@@ -32,7 +32,9 @@ def on_our_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 16, 33, 50, 64, 65, 128, 150, 197, 224, 225, 256])
+@pytest.mark.parametrize(
+    "tokens", [1, 33, 64, 65, 128, 129, 150, 192, 193, 197, 208, 209, 224, 225, 256]
+)
 @pytest.mark.parametrize(("n", "heads"), [(1, 1), (2, 3)])
 def test_gradients(n: int, heads: int, tokens: int, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
@@ -76,6 +78,30 @@ def test_the_kernels_are_what_they_stand_for() -> None:
     for a, b, again in zip(results[0], wanted, results[1], strict=True):
         assert torch.equal(a, again)
         assert float((a.cpu() - b).float().norm() / b.float().norm()) < 2e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("token", [3, 150, 196], ids="token {}".format)
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["query", "key", "value"].__getitem__)
+def test_nan_goes_where_it_should(part: int, token: int, device: str) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 197, 3, 2, 64).bfloat16()
+    qkv[1, token, part, 1, 5] = torch.nan
+    wanted = torch.zeros(2, 197, 2, 64, dtype=torch.bool)
+    wanted[1, token if part == 0 else slice(None), 1, 5 if part == 2 else slice(None)] = True
+    out, lse = (t.cpu().isnan() for t in ours.attention(qkv.to(device)))
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse[..., :197].mT, wanted.all(-1))
+
+
+def test_pieces_of_keys() -> None:
+    for tokens in range(1, ours._MOST_TOKENS + 1):
+        pieces = ours._pieces(tokens)
+        assert list(pieces) == sorted(pieces, reverse=True)
+        assert all(piece.bit_count() <= 1 for piece in pieces)
+        *full, last = (piece for piece in pieces if piece)
+        assert sum(full) < tokens <= sum(full) + last
+        assert sum(pieces) - tokens < (64 if tokens <= 192 else 16 if tokens <= 224 else 32)
 
 
 def layer(dim: int = 128, **kwargs: Any) -> Attention:

@@ -23,10 +23,11 @@ _HOPPER = 9
 _SCALE = _WIDTH**-0.5
 _FACTOR = _SCALE / math.log(2)
 """Of scores to base 2."""
-_FORWARD = {"ROWS": 64, "STAGES": 1, "num_warps": 4, "maxnreg": 168}
-"""So many registers of a thread let three programs share a processor."""
-_BACKWARD = {"num_warps": 4, "maxnreg": 168}
-"""So do these up to 224 tokens; more take the shared memory of two."""
+_PIECES = ((64, 0, 0), (128, 0, 0), (128, 64, 0), (128, 64, 16), (128, 64, 32), (128, 128, 0))
+"""Of keys, forward, in which few are computed in vain; sizes are powers of two."""
+_LAUNCH = {"num_warps": 4, "maxnreg": 168}
+"""So many registers of a thread let three programs share a processor. With more than 224 tokens,
+shared memory lets two."""
 
 
 class ShortAttention(FastAttention):
@@ -103,14 +104,16 @@ def attention(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [n, tokens, heads, 64], and for :func:`attention_backward` [n, heads, _MOST_TOKENS] float32:
         log2 of the sum of a query's exp(q k^T / 8).
     """
-    from lockstep.models.attention_kernels import attention_kernel
+    from lockstep.models.attention_kernels import FORWARD_ROWS, attention_kernel
 
     out, lse = _outputs_like(qkv)
     n, tokens, _, heads, _ = qkv.shape
-    keys, queries = _keys_at_once(tokens), _FORWARD["ROWS"]
+    queries = FORWARD_ROWS.value
+    first, second, third = pieces = _pieces(tokens)
+    keys = [_swizzled(qkv, piece or first) for piece in pieces]  # not read where there is no piece
     attention_kernel[n * heads,](
-        _blocks(qkv, queries), _blocks(qkv, keys), _blocks(out, queries), lse, _FACTOR,
-        tokens, heads, SURE=tokens // 64 * 64, MOST=_MOST_TOKENS, WIDTH=_WIDTH, KEYS=keys, **_FORWARD,
+        _swizzled(qkv, queries), *keys, _swizzled(out, queries), lse, _FACTOR, tokens, heads,
+        MOST=_MOST_TOKENS, KEYS_1=first, KEYS_2=second, KEYS_3=third, **_LAUNCH,
     )  # fmt: skip
     return out, lse
 
@@ -161,7 +164,7 @@ def attention_backward(
         _swizzled(gradient, rows), _swizzled(qkv, rows), _swizzled(qkv, keys),
         _swizzled(out, rows), lse, _swizzled(flow, rows), _swizzled(flow, keys), sums,
         _FACTOR, _SCALE, tokens, heads, MOST=_MOST_TOKENS,
-        BLOCKS=most if tokens > (most - 1) * rows else most - 1, **_BACKWARD,
+        BLOCKS=most if tokens > (most - 1) * rows else most - 1, **_LAUNCH,
     )  # fmt: skip
     return flow, sums
 
@@ -193,20 +196,16 @@ def _by_head(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return qkv.float().permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def _keys_at_once(tokens: int) -> int:
-    """All, as blocks are."""
-    return max(64, 1 << (tokens - 1).bit_length())
-
-
-def _blocks(array: torch.Tensor, tokens: int) -> Any:
-    """A descriptor of [n, tokens, ...], of which blocks of some tokens of a head are read."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(array.flatten(2), [1, tokens, _WIDTH])
+def _pieces(tokens: int) -> tuple[int, int, int]:
+    """Of keys, which hold all; only the last is not full."""
+    return next(pieces for pieces in _PIECES if tokens <= sum(pieces))
 
 
 def _swizzled(array: torch.Tensor, tokens: int) -> Any:
-    """The same for Gluon, with the places in shared memory that tensor cores read from."""
+    """A descriptor of [n, tokens, ...], of which blocks of some tokens of a head are read.
+
+    In shared memory they have the places that tensor cores read from.
+    """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -1,26 +1,25 @@
-"""Kernels of attention over short sequences, in Triton: import only where there is a GPU. Level 2.
+"""Kernels of attention over short sequences, in Gluon: import only where there is a GPU. Level 2.
 
 A program has one head of one image: queries, keys and values are read where the layer before wrote
 them, and their gradients are written where it reads them. There are no atomic operations: the same
 input has the same gradients.
 
 Descriptors are of [images, tokens, 3 heads WIDTH], where those of queries come first, or of
-[images, tokens, heads WIDTH]; blocks of [1, rows or keys, WIDTH]. Tokens past the last are read as
-zeros.
+[images, tokens, heads WIDTH]; blocks are of [1, some tokens, WIDTH]. Tokens past the last are read
+as zeros.
 
 Numbers of tokens and heads are no constants: ptxas 12.8, which Triton 3.6 has, leaves descriptors
 of shared memory undefined in one variant of such code and not in another, and the GPU stops with an
 illegal memory access. So the variants are few, and tests run each.
 
-Backward is in Gluon, Triton's lower level: in Triton itself it took 1.6 times as long, as that
-waits for every product and for every block that is read.
+Gluon is Triton's lower level. Triton itself waits for every product and for every block that is
+read: there backward took 1.6 times as long, and forward, over more keys than there are, 1.2 times.
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,77 +31,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-
-@triton.jit
-def _read(array, image, first, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    return array.load([image, first, column]).reshape(ROWS, WIDTH)
-
-
-@triton.jit
-def _write(array, image, first, column, block):
-    array.store([image, first, column], block.reshape(1, block.shape[0], block.shape[1]))
-
-
-@triton.jit(do_not_specialize=["tokens", "heads"])
-def attention_kernel(
-    queries,
-    keys,
-    outputs,
-    lse,
-    factor,
-    tokens,
-    heads,
-    SURE: tl.constexpr,
-    MOST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """softmax(q k^T) v of each head.
-
-    Args:
-        queries, keys: descriptors of the same.
-        outputs: descriptor.
-        lse: [images, heads, MOST] float32: log2 of the sum of 2^score.
-        factor: of the products of queries and keys: scores are to base 2.
-        SURE: tokens that there are at least, a multiple of 64.
-        MOST: tokens that there may be, a multiple of ROWS.
-        KEYS: a power of two, as many as tokens or more.
-        ROWS: queries at once.
-    """
-    pair = tl.program_id(0)
-    image, head = pair // heads, pair % heads
-    lse += pair * MOST
-    k = _read(keys, image, 0, (heads + head) * WIDTH, KEYS, WIDTH)
-    v = _read(keys, image, 0, (2 * heads + head) * WIDTH, KEYS, WIDTH)
-    key = tl.arange(0, KEYS)
-    is_key = (key < SURE) | (key < tokens)  # the former is known to the compiler
-    for first in tl.range(0, tokens, ROWS, num_stages=STAGES):
-        q = _read(queries, image, first, head * WIDTH, ROWS, WIDTH)
-        score = tl.dot(q, tl.trans(k)) * factor
-        if KEYS > SURE:
-            score = tl.where(is_key[None, :], score, float("-inf"))
-        most = tl.max(score, 1)
-        weight = tl.exp2(score - most[:, None])
-        total = tl.sum(weight, 1)
-        mix = tl.dot(weight.to(v.dtype), v) / total[:, None]
-        _write(outputs, image, first, head * WIDTH, mix.to(v.dtype))
-        token = first + tl.arange(0, ROWS)
-        tl.store(lse + token, most + tl.log2(total))
-
-
 WIDTH = gl.constexpr(64)
 """Of a head."""
+FORWARD_ROWS = gl.constexpr(64)
+"""Queries of a block, as many as tensor cores have rows."""
 BACKWARD_ROWS = gl.constexpr(32)
-"""Queries at once."""
+"""The same backward."""
 BACKWARD_KEYS = gl.constexpr(64)
 """Of a pass: with 64, registers and shared memory let three programs share a processor."""
 _RING = gl.constexpr(2)
-"""Blocks of queries that are there or on their way."""
+"""Blocks of queries that are there or on their way; forward counts on two."""
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 _WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, _WIDE.value, 2))
+_OF_ROWS = gl.constexpr(gl.SliceLayout(1, _WIDE.value))
 _FLAT = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 _LSE = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0]))
 _LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -133,13 +75,170 @@ def _fetch_keys(keys, k, v, bars, image, first, column, values, there):
 
 @gluon.jit
 def _fetch(array, image, block, column, bars, ring, slot, there):
-    at = [image, block * BACKWARD_ROWS, column]
+    at = [image, block * ring.shape[2], column]
     tma.async_copy_global_to_shared(array, at, bars.index(slot), ring.index(slot), pred=there)
 
 
 @gluon.jit
 def _two_dimensions(block):
     return block.reshape([block.shape[1], block.shape[2]])
+
+
+@gluon.jit
+def _scores(q, k, SIZE: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
+    none = gl.zeros([FORWARD_ROWS, SIZE], gl.float32, LAYOUT)
+    return warpgroup_mma(q, k.permute([1, 0]), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _of_rows(x):
+    # Moves nothing: a thread has the same rows, however many keys a piece has.
+    return gl.convert_layout(x, _OF_ROWS)
+
+
+@gluon.jit
+def _weights(score, most, factor, SIZE: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
+    return _power_of_two(
+        score * factor - gl.convert_layout(most, gl.SliceLayout(1, LAYOUT))[:, None]
+    )
+
+
+@gluon.jit(do_not_specialize=["tokens", "heads"])
+def attention_kernel(
+    queries,
+    keys_1,
+    keys_2,
+    keys_3,
+    outputs,
+    lse,
+    factor,
+    tokens,
+    heads,
+    MOST: gl.constexpr,
+    KEYS_1: gl.constexpr,
+    KEYS_2: gl.constexpr,
+    KEYS_3: gl.constexpr,
+):
+    """softmax(q k^T) v of each head.
+
+    All keys and values are in shared memory, in up to three pieces: sizes are powers of two, and one
+    of all would be over many keys that there are not. Blocks of queries pass by; outputs are written
+    from where their queries were. Four warps.
+
+    Args:
+        queries, keys_1, keys_2, keys_3: descriptors of the same, of blocks of queries and of each
+            piece of keys. Those of pieces that there are not are not read.
+        outputs: descriptor of blocks of queries.
+        lse: [images, heads, MOST] float32: log2 of the sum of 2^score.
+        factor: of the products of queries and keys, positive: scores are to base 2.
+        MOST: tokens that there may be, a multiple of FORWARD_ROWS.
+        KEYS_1, KEYS_2, KEYS_3: of each piece: powers of two, 0 where there is none. All but the last
+            are full.
+    """
+    dtype: gl.constexpr = queries.dtype
+    ALL: gl.constexpr = KEYS_1 + KEYS_2 + KEYS_3
+    LAST: gl.constexpr = KEYS_3 or KEYS_2 or KEYS_1
+    LAYOUT_OF_LAST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LAST, 16])
+    pair = gl.program_id(0)
+    image, column = pair // heads, pair % heads * WIDTH
+    at_k = heads * WIDTH + column
+    at_v = 2 * heads * WIDTH + column
+    blocks = (tokens + FORWARD_ROWS - 1) // FORWARD_ROWS
+
+    q_ring = gl.allocate_shared_memory(dtype, [_RING, 1, FORWARD_ROWS, WIDTH], queries.layout)
+    k_1 = gl.allocate_shared_memory(dtype, [1, KEYS_1, WIDTH], keys_1.layout)
+    v_1 = gl.allocate_shared_memory(dtype, [1, KEYS_1, WIDTH], keys_1.layout)
+    if KEYS_2:
+        k_2 = gl.allocate_shared_memory(dtype, [1, KEYS_2, WIDTH], keys_2.layout)
+        v_2 = gl.allocate_shared_memory(dtype, [1, KEYS_2, WIDTH], keys_2.layout)
+    if KEYS_3:
+        k_3 = gl.allocate_shared_memory(dtype, [1, KEYS_3, WIDTH], keys_3.layout)
+        v_3 = gl.allocate_shared_memory(dtype, [1, KEYS_3, WIDTH], keys_3.layout)
+    bars_q = gl.allocate_shared_memory(gl.int64, [_RING, 1], mbarrier.MBarrierLayout())
+    bars_keys = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+
+    for i in gl.static_range(_RING):
+        mbarrier.init(bars_q.index(i), count=1)
+        mbarrier.init(bars_keys.index(i), count=1)
+    mbarrier.expect(bars_q.index(0), FORWARD_ROWS * WIDTH * 2)
+    mbarrier.expect(bars_q.index(1), FORWARD_ROWS * WIDTH * 2, pred=blocks > 1)
+    bar_k, bar_v = bars_keys.index(0), bars_keys.index(1)
+    mbarrier.expect(bar_k, ALL * WIDTH * 2)
+    mbarrier.expect(bar_v, ALL * WIDTH * 2)
+    _fetch(queries, image, 0, column, bars_q, q_ring, 0, True)
+    tma.async_copy_global_to_shared(keys_1, [image, 0, at_k], bar_k, k_1)
+    if KEYS_2:
+        tma.async_copy_global_to_shared(keys_2, [image, KEYS_1, at_k], bar_k, k_2)
+    if KEYS_3:
+        tma.async_copy_global_to_shared(keys_3, [image, KEYS_1 + KEYS_2, at_k], bar_k, k_3)
+    tma.async_copy_global_to_shared(keys_1, [image, 0, at_v], bar_v, v_1)
+    if KEYS_2:
+        tma.async_copy_global_to_shared(keys_2, [image, KEYS_1, at_v], bar_v, v_2)
+    if KEYS_3:
+        tma.async_copy_global_to_shared(keys_3, [image, KEYS_1 + KEYS_2, at_v], bar_v, v_3)
+    _fetch(queries, image, 1, column, bars_q, q_ring, 1, blocks > 1)
+    mbarrier.wait(bar_k, 0)
+    mbarrier.wait(bar_v, 0)
+
+    lse += pair * MOST + gl.arange(0, FORWARD_ROWS, layout=_OF_ROWS)
+    key = (ALL - LAST) + gl.arange(0, LAST, layout=gl.SliceLayout(0, LAYOUT_OF_LAST))
+    is_key = key < tokens
+    for block in range(blocks):
+        slot = block & (_RING - 1)
+        q_all = q_ring.index(slot)
+        q = _two_dimensions(q_all)
+        mbarrier.wait(bars_q.index(slot), block // _RING & 1)
+        score_1 = _scores(q, _two_dimensions(k_1), KEYS_1)
+        if KEYS_2:
+            score_2 = _scores(q, _two_dimensions(k_2), KEYS_2)
+        if KEYS_3:
+            score_3 = _scores(q, _two_dimensions(k_3), KEYS_3)
+        # Maxima leave NaN out. Weights do not, nor do their sums and outputs.
+        if KEYS_3:
+            score_1, score_2, score_3 = warpgroup_mma_wait(0, deps=[score_1, score_2, score_3])
+            score_3 = gl.where(is_key[None, :], score_3, float("-inf"))
+            most = gl.maximum(_of_rows(gl.max(score_1, 1)), _of_rows(gl.max(score_2, 1)))
+            most = gl.maximum(most, _of_rows(gl.max(score_3, 1)))
+        elif KEYS_2:
+            score_1, score_2 = warpgroup_mma_wait(0, deps=[score_1, score_2])
+            score_2 = gl.where(is_key[None, :], score_2, float("-inf"))
+            most = gl.maximum(_of_rows(gl.max(score_1, 1)), _of_rows(gl.max(score_2, 1)))
+        else:
+            score_1 = warpgroup_mma_wait(0, deps=[score_1])
+            score_1 = gl.where(is_key[None, :], score_1, float("-inf"))
+            most = _of_rows(gl.max(score_1, 1))
+        most = most * factor
+        # Weights of a piece are computed while tensor cores have those of the one before.
+        weight = _weights(score_1, most, factor, KEYS_1)
+        total = _of_rows(gl.sum(weight, 1))
+        left = gl.convert_layout(weight.to(dtype), _LEFT)
+        none = gl.zeros([FORWARD_ROWS, WIDTH], gl.float32, _WIDE)
+        mix = warpgroup_mma(left, _two_dimensions(v_1), none, use_acc=False, is_async=True)
+        if KEYS_2:
+            weight_2 = _weights(score_2, most, factor, KEYS_2)
+            total += _of_rows(gl.sum(weight_2, 1))
+            left_2 = gl.convert_layout(weight_2.to(dtype), _LEFT)
+            mix = warpgroup_mma(left_2, _two_dimensions(v_2), mix, is_async=True)
+        if KEYS_3:
+            weight_3 = _weights(score_3, most, factor, KEYS_3)
+            total += _of_rows(gl.sum(weight_3, 1))
+            left_3 = gl.convert_layout(weight_3.to(dtype), _LEFT)
+            mix = warpgroup_mma(left_3, _two_dimensions(v_3), mix, is_async=True)
+        gl.store(lse + block * FORWARD_ROWS, most + gl.log2(total))
+        mix = warpgroup_mma_wait(0, deps=[mix])
+        # Outputs of the block before have gone: other queries may come to their place. That they are
+        # to come is said here, and they are asked for when threads have waited for each other.
+        tma.store_wait(0)
+        is_more = (block > 0) & (block + 1 < blocks)
+        mbarrier.expect(bars_q.index(1 - slot), FORWARD_ROWS * WIDTH * 2, pred=is_more)
+        q.store((mix * (1.0 / total)[:, None]).to(dtype))
+        fence_async_shared()
+        at = [image, block * FORWARD_ROWS, column]
+        tma.async_copy_shared_to_global(outputs, at, q_all)
+        _fetch(queries, image, block + 1, column, bars_q, q_ring, 1 - slot, is_more)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens", "heads"])
