@@ -465,8 +465,9 @@ def _check_strategy(
         problems.append(f"strategy.cpu_offload = true needs strategy=fsdp, not {strategy}")
     if config.optimizer.name.lower() == sizing.ADAMW_8BIT:
         name = f"optimizer.name = {config.optimizer.name}"
-        notes.append(f"{name}: torchao compiles its update in the first step, some half a minute")
-        if strategy in ("fsdp", "hsdp"):
+        if strategy not in ("fsdp", "hsdp"):
+            notes.append(f"{name}: torchao compiles its update, for which the first step waits")
+        else:
             problems.append(
                 f"{name} with strategy={strategy}: its blocks of 256 values would change with the "
                 "shards, and the run with them: use strategy=ddp or single, or optimizer=adamw, "

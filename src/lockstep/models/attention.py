@@ -51,7 +51,8 @@ def speed_up_attention(model: nn.Module) -> None:
 
 def _is_on_our_gpu() -> bool:
     """The kernels are made for one family's tensor cores and memory."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == _HOPPER
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None  # AMD counts to 9, too
+    return is_nvidia and torch.cuda.get_device_capability()[0] == _HOPPER
 
 
 def _is_usual(layer: FastAttention) -> bool:
