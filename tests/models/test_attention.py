@@ -106,6 +106,20 @@ def test_keys_far_from_all_queries(tokens: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_is_past_the_last_key_does_not_overflow(device: str) -> None:
+    """There a weight is 1, and its gradient as large as all together: more than float16 has."""
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 33, 3, 1, 64) / 50
+    qkv += torch.tensor([-1.5, 1.5, 1.0])[:, None, None]
+    flow = 1200 + torch.randn(1, 33, 1, 64)
+    qkv, flow = qkv.half().to(device), flow.half().to(device)
+    out, lse = ours.attention(qkv)
+    assert float((flow.float() * out.float()).sum(-1).min()) > torch.finfo(torch.float16).max
+    found, _ = ours.attention_backward(flow, qkv, out, lse)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_a_gradient_that_is_not_finite(value: float, device: str) -> None:
     """It is not hidden, and stays in its head."""

@@ -359,6 +359,10 @@ def attention_backward_kernel(
             # Past the last key all are zeros, of which a finite weight makes nothing.
             score = gl.minimum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
             weight = _power_of_two(score)
+            if dtype == gl.float16:  # in which a finite weight's gradient may be infinite
+                key = number * BACKWARD_KEYS
+                key += gl.arange(0, BACKWARD_KEYS, layout=gl.SliceLayout(1, _SCORES))
+                weight = gl.where((key < tokens)[:, None], weight, 0.0)
             left = gl.convert_layout(weight.to(dtype), _LEFT)
             dv = warpgroup_mma(left, do, dv, is_async=True)
             delta = delta_all.index(block).load(gl.SliceLayout(0, _SCORES))
