@@ -11,7 +11,12 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import hydra
+try:
+    import hydra
+except ModuleNotFoundError as error:
+    hint = "`make setup` and `. .venv/bin/activate`, or pip install -e ."
+    print(f"error: {sys.executable} has no {error.name}: {hint}", file=sys.stderr)
+    sys.exit(2)
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig

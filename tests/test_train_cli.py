@@ -37,6 +37,7 @@ MISTAKES = {
     "unknown top-level key": (["stpes=3"], "stpes: unknown key or group; did you mean steps?"),
     "unknown group": (["modle=vit"], "modle: unknown key or group; did you mean model?"),
     "unknown option": (["model=vitt"], "model = vitt: no such option; did you mean vit?; options: resnet18,"),
+    "no option": (["experiment=null"], "a group takes one of its options, not null: leave it out"),
     "unknown option of a sweep": (["-m", "strategy=single,dpp", "run.root=/nonexistent"], "strategy = dpp: no such option"),
     "an option of an experiment": (["experiment=digit"], "did you mean digits?"),
     "several values, no sweep": (["seed=1,2"], "python train.py -m seed=1,2"),

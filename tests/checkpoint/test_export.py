@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,15 @@ def test_a_card_that_does_not_hold(tmp_path: Path, damage: Any, message: str) ->
     damage(path)
     with pytest.raises(UserError, match=message):
         read_card(path)
+
+
+def test_others_may_read_what_was_exported(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        export_weights({"w": torch.ones(2)}, tmp_path / "model.safetensors", card={})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
 
 
 def test_a_full_disk_keeps_the_earlier_export(tmp_path: Path) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.checkpoint.manifest import Manifest, commit
 from lockstep.config.schema import Config, Nccl
 from lockstep.errors import NotBegun, Stopped, UserError
-from lockstep.launch import nccl
+from lockstep.launch import folder, nccl, signals
 from lockstep.launch.folder import again, run_lock
 from lockstep.launch.report import Report, clear_reports, read_reports
 from lockstep.launch.signals import STOP_SIGNALS, StopFlag, handling, refuse_to_start
 from tests.conftest import clean_environment
+from tests.runs import configure, plan_of
 
 
 @pytest.mark.parametrize("resume, words", [("auto", ""), ("never", " without resume=never")])
@@ -39,6 +42,9 @@ def test_stop_flag_listens_from_the_first_reading_on(signum: signal.Signals) -> 
     with handling(refuse_to_start), StopFlag(last_chance=False) as stop:
         with pytest.raises(NotBegun, match=signum.name):
             signal.raise_signal(signum)
+        with pytest.raises(NotBegun, match=signum.name):  # whoever was interrupted may lose it
+            _ = stop.requested
+        signals._asked_before.clear()
         assert stop.requested is None
         signal.raise_signal(signum)
         signal.raise_signal(signal.SIGINT)
@@ -119,6 +125,22 @@ def test_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
         holder.communicate()
     with run_lock(tmp_path):
         assert f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = configure()
+    for owner, name, file in ((os, "write", "lock"), (folder, "save_config", "config.yaml")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, full)
+            message = rf"run\.root = .*cannot write .*{file}: No space left"
+            with (
+                pytest.raises(UserError, match=message),
+                folder.claim(tmp_path / "run", config, plan_of(config)),
+            ):
+                raise AssertionError("claimed")
 
 
 def test_lock_in_a_place_that_cannot_be(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ def test_different(example: Path, tmp_path: Path, edit: Edit, agreed: int, parti
     assert found.parting is not None and found.parting.startswith(parting)
     assert found.num_steps == agreed
     assert found.text().startswith(f"different runs: {parting}")
+    told = found.text().endswith("grows as training goes on")
+    assert told == (not parting.endswith(("0002 and f", "128 and 1", "is in")))
 
 
 def test_tolerance_of_nothing(example: Path, tmp_path: Path) -> None:

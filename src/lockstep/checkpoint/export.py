@@ -48,7 +48,12 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
     partial = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        mode = (
+            partial.stat().st_mode
+        )  # as of any file; safetensors makes its own for the user alone
         save_file(tensors, partial, metadata={"format": "pt"})
+        partial.chmod(mode)
         entry = describe(partial)
         partial.replace(path)
         weights = {

@@ -31,9 +31,10 @@ EXTENSIONS = frozenset(
 """What counts as an image, in any case; whether it is one shows when it is decoded."""
 
 HOW_TO_MAKE = {
-    "digits": "make it with `make data`, or `python scripts/prepare_data.py digits`",
-    "cifar10": "make it with `python scripts/prepare_data.py cifar10`",
-    "imagenette": "make it with `python scripts/prepare_data.py imagenette`",
+    "digits": "`make data` (or `python scripts/prepare_data.py digits`) makes data/digits; your own "
+    "images need data=folder",
+    "cifar10": "`python scripts/prepare_data.py cifar10` makes data/cifar10",
+    "imagenette": "`python scripts/prepare_data.py imagenette` makes data/imagenette",
     "imagenet": "lay ImageNet out as train/n01440764/*.JPEG and val/n01440764/*.JPEG (1,000 "
     "folders each) and set data.root to the folder that holds train and val",
     "folder": "set data.root to a folder that holds train/<class>/* and val/<class>/*",

@@ -41,8 +41,10 @@ def claim(run_dir: Path, config: Config, plan: Plan) -> Iterator[None]:
         if config.resume == "never" and not restarted:
             _check_empty(run_dir)
         _check_same_run(run_dir, config)
-        save_config(config, run_dir / "config.yaml")
-        atomic_write(run_dir / "plan.json", json.dumps(plan.to_json(), indent=2).encode())
+        with _telling(run_dir / "config.yaml"):
+            save_config(config, run_dir / "config.yaml")
+        with _telling(run_dir / "plan.json"):
+            atomic_write(run_dir / "plan.json", json.dumps(plan.to_json(), indent=2).encode())
         yield
 
 
@@ -54,13 +56,9 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         UserError: another process holds it, or the folder cannot be written.
     """
     path = run_dir / LOCK
-    try:
+    with _telling(path):
         run_dir.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
-    except OSError as exc:
-        raise UserError(
-            f"run.root = {run_dir.parent}: cannot write {path}: {exc.strerror}"
-        ) from exc
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,11 +68,23 @@ def run_lock(run_dir: Path) -> Iterator[None]:
                 f"run folder {run_dir} is in use by {file.read().strip() or 'another process'}: "
                 "wait for it, stop it, or choose another run.name"
             ) from exc
-        file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-        file.flush()
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
+        with _telling(path):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), holder.encode())
         yield
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """Say of what cannot be written that it is the user's to mend."""
+    try:
+        yield
+    except OSError as exc:
+        raise UserError(
+            f"run.root = {path.parent.parent}: cannot write {path}: {exc.strerror}"
+        ) from exc
 
 
 def finished(run_dir: Path, config: Config) -> dict[str, Any] | None:

@@ -18,13 +18,18 @@ REGROUP_SIGNAL = signal.SIGUSR2
 
 Handler = Callable[[int, FrameType | None], Any]
 
+_asked_before: list[str] = []
+"""Requests before training. Modules of C that are being imported may make another error of what a
+handler raises, which is then taken for the lack of a library."""
+
 
 class StopFlag:
     """Remembers a request to stop until the training loop asks for it.
 
     The first reading of :attr:`requested` says that somebody listens. Before, there is nothing to
     save, and a signal does what it did before: wait for nobody (a loop that has not begun may be
-    blocked in a rendezvous whose other side has already left).
+    blocked in a rendezvous whose other side has already left). It raises NotBegun where such a signal
+    was lost.
     """
 
     def __init__(self, *, last_chance: bool) -> None:
@@ -43,6 +48,8 @@ class StopFlag:
     def requested(self) -> str | None:
         """Name of the signal that asked to stop."""
         if not self._before:
+            if asked := _asked_before:
+                raise NotBegun(asked[-1])
             self._before = install(self._receive)
             self._before[REGROUP_SIGNAL] = signal.signal(REGROUP_SIGNAL, self._make_room)
         return self._name
@@ -89,4 +96,6 @@ def handling(handler: Handler) -> Iterator[dict[int, Any]]:
 
 def refuse_to_start(signum: int, _frame: FrameType | None) -> None:
     """Handler for the time before training. Raises NotBegun."""
-    raise NotBegun(f"asked to stop ({signal.Signals(signum).name}) before training began")
+    message = f"asked to stop ({signal.Signals(signum).name}) before training began"
+    _asked_before.append(message)
+    raise NotBegun(message)

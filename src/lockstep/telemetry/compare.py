@@ -37,6 +37,8 @@ class Comparison:
     """Relative, over these steps."""
     parting: str | None
     """The first difference: where, of what, by how much; None: the same run."""
+    same_samples: bool = False
+    """Whether all steps of both have the same samples, also after they part."""
 
     def text(self) -> str:
         """The finding in a sentence or two."""
@@ -46,9 +48,12 @@ class Comparison:
         )
         if self.parting is None:
             return f"same run: {agreed}"
-        return f"different runs: {self.parting}" + (
-            f"\nthey agree before it: {agreed}" if self.num_steps else ""
+        before = f"\nthey agree before it: {agreed}" if self.num_steps else ""
+        samples = (
+            "\nall steps of both have the same samples: other processes or another strategy round in "
+            "another order, which begins at 1e-7 and grows as training goes on"
         )
+        return f"different runs: {self.parting}{before}{samples if self.same_samples else ''}"
 
 
 def compare_runs(a: Path, b: Path, *, tolerance: float) -> Comparison:
@@ -66,6 +71,9 @@ def compare_runs(a: Path, b: Path, *, tolerance: float) -> Comparison:
     (steps_a, evaluations_a), (steps_b, evaluations_b) = _records(a), _records(b)
     if differing := _law_lines(*laws):
         return Comparison(0, 0.0, "\n".join(["their configurations:", *differing]))
+    same = steps_a.keys() == steps_b.keys() and all(
+        steps_a[step].get(key) == steps_b[step].get(key) for step in steps_a for key in EXACT
+    )
     num_steps, largest = 0, 0.0
     for step in sorted(steps_a.keys() | steps_b.keys()):
         if step not in steps_a or step not in steps_b:
@@ -77,8 +85,9 @@ def compare_runs(a: Path, b: Path, *, tolerance: float) -> Comparison:
             largest = max(largest, difference(steps_a[step]["loss"], steps_b[step]["loss"]))
             problem = _evaluation_problem(step, evaluations_a, evaluations_b, tolerance)
         if problem is not None:
-            return Comparison(num_steps, largest, f"step {step}: {problem}")
-    return Comparison(num_steps, largest, _weights_problem(a / WEIGHTS, b / WEIGHTS, tolerance))
+            return Comparison(num_steps, largest, f"step {step}: {problem}", same)
+    problem = _weights_problem(a / WEIGHTS, b / WEIGHTS, tolerance)
+    return Comparison(num_steps, largest, problem, same)
 
 
 def difference(a: float | None, b: float | None) -> float:
