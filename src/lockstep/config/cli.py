@@ -254,7 +254,10 @@ def explain(error: Exception, conf: Path) -> str | None:
     if match := re.search(r"Ambiguous value for argument '([^']+)'", text):
         return f"{match[1]}: several values need a sweep: python train.py -m {match[1]}"
     if "Config group override must be a string" in text:
-        return "a group takes one of its options, not null: leave it out, or see --help for them"
+        return (
+            "command line: a group that is null, or =VALUE without its key: leave it out, or give "
+            "the group one of the options that --help lists"
+        )
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return "configuration: " + " ".join(text.split())
     if isinstance(error, ValueError) and _raised_in_hydra(error):
