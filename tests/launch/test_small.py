@@ -15,10 +15,10 @@ import pytest
 from lockstep.checkpoint.manifest import Manifest, commit
 from lockstep.config.schema import Config, Nccl
 from lockstep.errors import NotBegun, Stopped, UserError
-from lockstep.launch import folder, nccl, signals
+from lockstep.launch import folder, nccl
 from lockstep.launch.folder import again, run_lock
 from lockstep.launch.report import Report, clear_reports, read_reports
-from lockstep.launch.signals import STOP_SIGNALS, StopFlag, handling, refuse_to_start
+from lockstep.launch.signals import STOP_SIGNALS, StopFlag, refusing_to_start
 from tests.conftest import clean_environment
 from tests.runs import configure, plan_of
 
@@ -39,12 +39,13 @@ def test_what_the_same_command_would_do(tmp_path: Path, resume: str, words: str)
 @pytest.mark.parametrize("signum", STOP_SIGNALS, ids=lambda s: s.name)
 def test_stop_flag_listens_from_the_first_reading_on(signum: signal.Signals) -> None:
     before = [signal.getsignal(s) for s in STOP_SIGNALS]
-    with handling(refuse_to_start), StopFlag(last_chance=False) as stop:
+    with refusing_to_start(), StopFlag(last_chance=False) as stop:
         with pytest.raises(NotBegun, match=signum.name):
             signal.raise_signal(signum)
         with pytest.raises(NotBegun, match=signum.name):  # whoever was interrupted may lose it
             _ = stop.requested
-        signals._asked_before.clear()
+    assert [signal.getsignal(s) for s in STOP_SIGNALS] == before
+    with refusing_to_start(), StopFlag(last_chance=False) as stop:  # another run in this process
         assert stop.requested is None
         signal.raise_signal(signum)
         signal.raise_signal(signal.SIGINT)
@@ -64,7 +65,7 @@ def test_a_second_ctrl_c_ends_a_process_of_its_own() -> None:
 def test_what_the_shell_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with handling(refuse_to_start):
+        with refusing_to_start():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -25,7 +25,7 @@ from lockstep.errors import (
 )
 from lockstep.launch import nccl
 from lockstep.launch.env import Joined, join, say
-from lockstep.launch.signals import StopFlag, handling, refuse_to_start
+from lockstep.launch.signals import StopFlag, refusing_to_start
 from lockstep.parent import die_with_parent
 
 WORKER = "lockstep.worker"
@@ -39,7 +39,7 @@ def launch(config: Config, name: str, *, worker: str = WORKER, plan: Plan | None
         worker: module whose ``run`` trains as one process.
         plan: made here when not given.
     """
-    with handling(refuse_to_start):
+    with refusing_to_start():
         try:
             return _launch(config, name, worker, plan)
         except UserError as exc:

@@ -94,6 +94,14 @@ def handling(handler: Handler) -> Iterator[dict[int, Any]]:
         restore(before)
 
 
+@contextmanager
+def refusing_to_start() -> Iterator[None]:
+    """Handle the stop signals before training; within, one run begins."""
+    _asked_before.clear()
+    with handling(refuse_to_start):
+        yield
+
+
 def refuse_to_start(signum: int, _frame: FrameType | None) -> None:
     """Handler for the time before training. Raises NotBegun."""
     message = f"asked to stop ({signal.Signals(signum).name}) before training began"
