@@ -143,13 +143,12 @@ def test_a_block_is_read_before_the_next_comes(
     compiler = pytest.importorskip("triton.compiler.compiler")
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
 
+    from lockstep.models.attention_kernels import SWIZZLED
     from lockstep.models.attention_kernels import attention_backward_kernel as kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    blocks = {rows: f"tensordesc<bf16[1,{rows},64],{layout!r}>" for rows in (32, 64)}
+    blocks = {rows: f"tensordesc<bf16[1,{rows},64],{SWIZZLED!r}>" for rows in (32, 64)}
     types = [32, 32, 64, 32, "*fp32", 32, 64, "*fp32", "fp32", "fp32", "i32", "i32"]
     types = [blocks.get(kind, kind) for kind in types] + ["constexpr"] * 2
     signature = dict(zip(kernel.arg_names, types, strict=True))

@@ -48,10 +48,9 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
     partial = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors makes its files for the user alone: this is the mode that others have.
         partial.touch()
-        mode = (
-            partial.stat().st_mode
-        )  # as of any file; safetensors makes its own for the user alone
+        mode = partial.stat().st_mode
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.chmod(mode)
         entry = describe(partial)

@@ -465,14 +465,14 @@ def _check_strategy(
         problems.append(f"strategy.cpu_offload = true needs strategy=fsdp, not {strategy}")
     if config.optimizer.name.lower() == sizing.ADAMW_8BIT:
         name = f"optimizer.name = {config.optimizer.name}"
-        if strategy not in ("fsdp", "hsdp"):
-            notes.append(f"{name}: torchao compiles its update, for which the first step waits")
-        else:
+        if strategy in ("fsdp", "hsdp"):
             problems.append(
                 f"{name} with strategy={strategy}: its blocks of 256 values would change with the "
                 "shards, and the run with them: use strategy=ddp or single, or optimizer=adamw, "
                 "whose state is sharded"
             )
+        else:
+            notes.append(f"{name}: torchao compiles its update, for which the first step waits")
     if s.reduce != "auto" and strategy != "ddp":
         problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
     if s.meta_init and strategy not in ("fsdp", "hsdp"):

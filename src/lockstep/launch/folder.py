@@ -41,9 +41,9 @@ def claim(run_dir: Path, config: Config, plan: Plan) -> Iterator[None]:
         if config.resume == "never" and not restarted:
             _check_empty(run_dir)
         _check_same_run(run_dir, config)
-        with _telling(run_dir / "config.yaml"):
+        with writing(run_dir / "config.yaml", run_dir.parent):
             save_config(config, run_dir / "config.yaml")
-        with _telling(run_dir / "plan.json"):
+        with writing(run_dir / "plan.json", run_dir.parent):
             atomic_write(run_dir / "plan.json", json.dumps(plan.to_json(), indent=2).encode())
         yield
 
@@ -56,7 +56,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         UserError: another process holds it, or the folder cannot be written.
     """
     path = run_dir / LOCK
-    with _telling(path):
+    with writing(path, run_dir.parent):
         run_dir.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     with file:
@@ -70,21 +70,19 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             ) from exc
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
-        with _telling(path):
+        with writing(path, run_dir.parent):
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), holder.encode())
         yield
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    """Say of what cannot be written that it is the user's to mend."""
+def writing(path: Path, root: Path) -> Iterator[None]:
+    """Write ``path`` below ``run.root``. Raises UserError where that is refused."""
     try:
         yield
     except OSError as exc:
-        raise UserError(
-            f"run.root = {path.parent.parent}: cannot write {path}: {exc.strerror}"
-        ) from exc
+        raise UserError(f"run.root = {root}: cannot write {path}: {exc.strerror}") from exc
 
 
 def finished(run_dir: Path, config: Config) -> dict[str, Any] | None:

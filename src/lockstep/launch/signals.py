@@ -28,8 +28,8 @@ class StopFlag:
 
     The first reading of :attr:`requested` says that somebody listens. Before, there is nothing to
     save, and a signal does what it did before: wait for nobody (a loop that has not begun may be
-    blocked in a rendezvous whose other side has already left). It raises NotBegun where such a signal
-    was lost.
+    blocked in a rendezvous whose other side has already left). It raises NotBegun where such a
+    signal was lost.
     """
 
     def __init__(self, *, last_chance: bool) -> None:
@@ -48,8 +48,8 @@ class StopFlag:
     def requested(self) -> str | None:
         """Name of the signal that asked to stop."""
         if not self._before:
-            if asked := _asked_before:
-                raise NotBegun(asked[-1])
+            if _asked_before:
+                raise NotBegun(_asked_before[-1])
             self._before = install(self._receive)
             self._before[REGROUP_SIGNAL] = signal.signal(REGROUP_SIGNAL, self._make_room)
         return self._name
@@ -98,12 +98,11 @@ def handling(handler: Handler) -> Iterator[dict[int, Any]]:
 def refusing_to_start() -> Iterator[None]:
     """Handle the stop signals before training; within, one run begins."""
     _asked_before.clear()
-    with handling(refuse_to_start):
+    with handling(_refuse_to_start):
         yield
 
 
-def refuse_to_start(signum: int, _frame: FrameType | None) -> None:
-    """Handler for the time before training. Raises NotBegun."""
+def _refuse_to_start(signum: int, _frame: FrameType | None) -> None:
     message = f"asked to stop ({signal.Signals(signum).name}) before training began"
     _asked_before.append(message)
     raise NotBegun(message)

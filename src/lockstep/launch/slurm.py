@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep.config.schema import Config
 from lockstep.errors import EXIT_OK, EXIT_STOPPED, UserError
 from lockstep.launch.env import say
-from lockstep.launch.folder import LOGS, finished
+from lockstep.launch.folder import LOGS, finished, writing
 
 SCRIPT = "slurm.sh"
 
@@ -46,13 +46,9 @@ def submit(config: Config, name: str, argv: Sequence[str]) -> int:
         say(f"already finished: {run_dir}\nto train again: resume=never run.name=NEW_NAME")
         return EXIT_OK
     path = run_dir / LOGS / SCRIPT
-    try:
+    with writing(path, Path(config.run.root)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script)
-    except OSError as exc:
-        raise UserError(
-            f"run.root = {config.run.root}: cannot write {path}: {exc.strerror}"
-        ) from exc
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=True

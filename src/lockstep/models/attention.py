@@ -105,15 +105,15 @@ def attention(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [n, tokens, heads, 64], and for :func:`attention_backward` [n, heads, _MOST_TOKENS] float32:
         log2 of the sum of a query's exp(q k^T / 8).
     """
-    from lockstep.models.attention_kernels import FORWARD_ROWS, attention_kernel
+    from lockstep.models.attention_kernels import FORWARD_ROWS, attention_kernel, descriptor
 
     out, lse = _outputs_like(qkv)
     n, tokens, _, heads, _ = qkv.shape
     queries = FORWARD_ROWS.value
     first, second, third = pieces = _pieces(tokens)
-    keys = [_swizzled(qkv, piece or first) for piece in pieces]  # not read where there is no piece
+    keys = [descriptor(qkv, piece or first) for piece in pieces]  # not read where there is no piece
     attention_kernel[n * heads,](
-        _swizzled(qkv, queries), *keys, _swizzled(out, queries), lse, _FACTOR, tokens, heads,
+        descriptor(qkv, queries), *keys, descriptor(out, queries), lse, _FACTOR, tokens, heads,
         MOST=_MOST_TOKENS, KEYS_1=first, KEYS_2=second, KEYS_3=third, **_LAUNCH,
     )  # fmt: skip
     return out, lse
@@ -155,6 +155,7 @@ def attention_backward(
         BACKWARD_KEYS,
         BACKWARD_ROWS,
         attention_backward_kernel,
+        descriptor,
     )
 
     flow, sums = _gradients_like(gradient, qkv)
@@ -162,8 +163,8 @@ def attention_backward(
     keys, rows = BACKWARD_KEYS.value, BACKWARD_ROWS.value
     most = _MOST_TOKENS // rows
     attention_backward_kernel[n * heads,](
-        _swizzled(gradient, rows), _swizzled(qkv, rows), _swizzled(qkv, keys),
-        _swizzled(out, rows), lse, _swizzled(flow, rows), _swizzled(flow, keys), sums,
+        descriptor(gradient, rows), descriptor(qkv, rows), descriptor(qkv, keys),
+        descriptor(out, rows), lse, descriptor(flow, rows), descriptor(flow, keys), sums,
         _FACTOR, _SCALE, tokens, heads, MOST=_MOST_TOKENS,
         BLOCKS=most if tokens > (most - 1) * rows else most - 1, **_LAUNCH,
     )  # fmt: skip
@@ -200,15 +201,3 @@ def _by_head(qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _pieces(tokens: int) -> tuple[int, int, int]:
     """Of keys, which hold all; only the last is not full."""
     return next(pieces for pieces in _PIECES if tokens <= sum(pieces))
-
-
-def _swizzled(array: torch.Tensor, tokens: int) -> Any:
-    """A descriptor of [n, tokens, ...], of which blocks of some tokens of a head are read.
-
-    In shared memory they have the places that tensor cores read from.
-    """
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor.from_tensor(array.flatten(2), [1, tokens, _WIDTH], layout)

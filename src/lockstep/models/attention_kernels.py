@@ -20,6 +20,7 @@ read: there backward took 1.6 times as long, and forward, over more keys than th
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 WIDTH = gl.constexpr(64)
 """Of a head."""
@@ -39,6 +41,8 @@ BACKWARD_ROWS = gl.constexpr(32)
 """The same backward."""
 BACKWARD_KEYS = gl.constexpr(64)
 """Of a pass: with 64, registers and shared memory let three programs share a processor."""
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+"""Of blocks in shared memory: the places that tensor cores read from."""
 _RING = gl.constexpr(2)
 """Blocks of queries that are there or on their way; forward counts on two."""
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
@@ -50,6 +54,11 @@ _LSE = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0]))
 _LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _PLANE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _meet = getattr(gl, "barrier", None) or gl.thread_barrier  # its name until Triton 3.6
+
+
+def descriptor(array: torch.Tensor, tokens: int) -> TensorDescriptor:
+    """Of [n, tokens, ...], 16 bits, of which blocks of so many tokens of a head are read."""
+    return TensorDescriptor.from_tensor(array.flatten(2), [1, tokens, WIDTH.value], SWIZZLED)
 
 
 @gluon.jit

@@ -50,8 +50,8 @@ class Comparison:
             return f"same run: {agreed}"
         before = f"\nthey agree before it: {agreed}" if self.num_steps else ""
         samples = (
-            "\nall steps of both have the same samples: other processes or another strategy round in "
-            "another order, which begins at 1e-7 and grows as training goes on"
+            "\nall steps of both have the same samples: other processes or another strategy round "
+            "in another order, which begins at 1e-7 and grows as training goes on"
         )
         return f"different runs: {self.parting}{before}{samples if self.same_samples else ''}"
 
@@ -71,8 +71,8 @@ def compare_runs(a: Path, b: Path, *, tolerance: float) -> Comparison:
     (steps_a, evaluations_a), (steps_b, evaluations_b) = _records(a), _records(b)
     if differing := _law_lines(*laws):
         return Comparison(0, 0.0, "\n".join(["their configurations:", *differing]))
-    same = steps_a.keys() == steps_b.keys() and all(
-        steps_a[step].get(key) == steps_b[step].get(key) for step in steps_a for key in EXACT
+    same = steps_a.keys() == steps_b.keys() and not any(
+        _samples_problem(steps_a[step], steps_b[step]) for step in steps_a
     )
     num_steps, largest = 0, 0.0
     for step in sorted(steps_a.keys() | steps_b.keys()):
@@ -127,10 +127,11 @@ def _law_lines(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _step_problem(a: Record, b: Record, tolerance: float) -> str | None:
-    return _first(
-        *(_exact(key, a, b) for key in EXACT),
-        *(_close(key, a, b, tolerance) for key in CLOSE),
-    )
+    return _samples_problem(a, b) or _first(*(_close(key, a, b, tolerance) for key in CLOSE))
+
+
+def _samples_problem(a: Record, b: Record) -> str | None:
+    return _first(*(_exact(key, a, b) for key in EXACT))
 
 
 def _evaluation_problem(
