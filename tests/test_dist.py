@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -108,3 +109,35 @@ def join_and_leave(group_of_one: bool) -> list[Any]:
 def test_join_and_leave(pool: Any, world: int, group_of_one: bool, expected: Any) -> None:
     assert pool(world, join_and_leave, group_of_one) == [[expected] * 2] * world
     assert not torch_dist.is_initialized()
+
+
+def sums(sizes: list[tuple[int, ...]]) -> list[Any]:
+    """Of tensors that hold their place's number in a list of all numbers, plus rank."""
+    found, wanted, at = [], [], 0
+    for size in sizes:
+        whole = torch.arange(at, at + math.prod(size), dtype=torch.float32).reshape(size)
+        if len(size) == 4:
+            whole = whole.to(memory_format=torch.channels_last)
+        wanted.append(whole * dist.world_size() + sum(range(dist.world_size())))
+        found.append(whole + dist.rank())
+        at += whole.numel()
+    buffer = torch.zeros(7)
+    found.append(buffer[2:5].add_(dist.rank()))
+    wanted.append(torch.full((3,), float(sum(range(dist.world_size())))))
+    strides = [t.stride() for t in found]
+    dist.all_reduce_sums_(found)
+    assert [t.stride() for t in found] == strides
+    assert buffer[:2].tolist() == [0, 0] and buffer[5:].tolist() == [0, 0]
+    return [bool(a.equal(b)) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([(3,), (), (0, 2), (4, 3, 2, 2), (5, 7)], id="small"),
+        pytest.param([(3,), (1024, 1024), (2,), (256, 3, 64, 32), (2**20 - 1,)], id="both"),
+        pytest.param([], id="one"),
+    ],
+)
+def test_sums(pool: Any, sizes: list[tuple[int, ...]]) -> None:
+    assert pool(2, on_group, sums, sizes) == [[True] * (len(sizes) + 1)] * 2

@@ -91,13 +91,32 @@ def all_reduce_sum_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_JOINED_BELOW = 1 << 20
+"""Numbers of a tensor that is sent by itself: NCCL moves smaller ones at half of the link's speed."""
+
+
 def all_reduce_sums_(tensors: Sequence[torch.Tensor]) -> None:
-    """Sum each over ranks, in place, as one operation. All of one dtype and device. All ranks enter here."""
-    if is_distributed() and tensors:
-        # all_reduce_coalesced, which this replaces, is deprecated.
-        with torch_dist.distributed_c10d._coalescing_manager():
-            for tensor in tensors:
-                torch_dist.all_reduce(tensor)
+    """Sum each over ranks, in place, as one operation. All ranks enter here.
+
+    Args:
+        tensors: of one dtype and device, each without gaps in memory, in any order of dimensions.
+    """
+    if not is_distributed() or not tensors:
+        return
+    large = [t for t in tensors if t.numel() >= _JOINED_BELOW]
+    small = [_in_memory(t) for t in tensors if t.numel() < _JOINED_BELOW]
+    joined = torch.cat(small) if small else tensors[0].new_empty(0)
+    # all_reduce_coalesced, which this replaces, is deprecated.
+    with torch_dist.distributed_c10d._coalescing_manager():
+        for tensor in [*large, *[joined][: len(small)]]:
+            torch_dist.all_reduce(tensor)
+    if small:
+        torch._foreach_copy_(small, list(joined.split([t.numel() for t in small])))
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor without gaps as they lie, 1-d."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def gather_objects(obj: T) -> list[T]:

@@ -505,20 +505,42 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
         pytest.param(
             ["compile=graphs", "strategy=ddp", "strategy.reduce=backward"],
             {"machine": EIGHT},
-            "cannot be recorded; use strategy.reduce=after, or compile=default",
+            "cannot be recorded so; use strategy.reduce=after, or compile=default",
             id="gradients sent in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=ddp", "strategy.sync_batchnorm=true"],
             {"machine": EIGHT, "model": BATCHNORM},
-            "cannot be recorded; use strategy.sync_batchnorm=false, or compile=default",
+            "cannot be recorded so; use strategy.sync_batchnorm=false, or compile=default",
             id="statistics sent in a recorded pass",
         ),
         pytest.param(
-            ["compile=graphs", "strategy=fsdp"],
+            ["compile=graphs", "strategy=hsdp"],
             {"machine": EIGHT},
-            "cannot be recorded; use strategy=ddp, or compile=default",
+            "cannot be recorded so; use strategy=ddp, or compile=default",
             id="parameters sent in a recorded pass",
+        ),
+        pytest.param(
+            ["compile=graphs", "strategy=fsdp", "strategy.cpu_offload=true"],
+            {"machine": EIGHT},
+            "cannot be recorded so; use strategy.cpu_offload=false, or compile=default",
+            id="offloaded parameters in a recorded pass",
+        ),
+        pytest.param(
+            ["compile=graphs", "strategy=fsdp", "batch.global=100"],
+            {"machine": EIGHT},
+            "so; use a batch.global that micro-batches of all processes share evenly, or compile",
+            id="uneven parts of a recorded step",
+        ),
+        pytest.param(
+            [
+                *("compile=graphs", "strategy=fsdp", "strategy.shard=grad_op"),
+                "batch.global=64",
+                "batch.micro=4",
+            ],
+            {"machine": EIGHT},
+            "cannot be recorded so; use strategy.shard=full, or compile=default",
+            id="gradients kept over recorded passes",
         ),
         pytest.param(
             ["compile=graphs", "strategy=single", "model.activation_checkpointing=true"],
@@ -702,7 +724,22 @@ def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "machine", "compiles", "reduces", "records"),
     [
-        pytest.param([], gpus(8, 80), "default", "backward", False, id="usual"),
+        pytest.param([], gpus(8, 80), "graphs", "after", True, id="NVLink"),
+        pytest.param([], gpus(8, 80, nvlink=False), "default", "backward", False, id="no NVLink"),
+        pytest.param(
+            ["launch.nodes=2", "launch.rendezvous=a:1"],
+            gpus(8, 80),
+            "default",
+            "backward",
+            False,
+            id="two nodes",
+        ),
+        pytest.param(["compile=off"], gpus(8, 80), "off", "backward", False, id="not compiled"),
+        pytest.param(
+            ["compile=off", "deterministic=true"],
+            *(gpus(8, 80, nvlink=False), "off", "after", False),
+            id="bit for bit",
+        ),
         pytest.param(["compile=graphs"], gpus(8, 80), "graphs", "after", True, id="recorded"),
         pytest.param(
             ["compile=default", "strategy.reduce=after"],
@@ -722,6 +759,21 @@ def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> 
             id="no statistics to be sent",
         ),
         pytest.param(["strategy=fsdp"], gpus(8, 80), "default", "backward", False, id="fsdp"),
+        pytest.param(
+            ["strategy=fsdp", "compile=graphs"],
+            *(gpus(8, 80), "graphs", "backward", True),
+            id="recorded fsdp",
+        ),
+        pytest.param(
+            [
+                *("strategy=fsdp", "compile=graphs"),
+                "strategy.shard=full",
+                "batch.global=64",
+                "batch.micro=8",
+            ],
+            *(gpus(8, 80), "graphs", "backward", True),
+            id="recorded fsdp, several micro-batches",
+        ),
     ],
 )
 def test_reduce(

@@ -196,12 +196,22 @@ def test_half_precision_is_shared(trained: Trainer, shared: str, model: str) -> 
         ("strategy=ddp strategy.reduce=after", "default"),
         ("strategy=ddp strategy.reduce=after", "graphs"),
         ("strategy=fsdp", "default"),
+        ("strategy=fsdp", "graphs"),
     ],
 )
 def test_compiled(trained: Trainer, strategy: str, mode: str, model: str) -> None:
     options = [*MODELS[model], *strategy.split(), "precision=fp32", f"compile={mode}"]
     exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
     check_same_run(trained(*options), exact, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_recorded_with_kept_parameters(trained: Trainer, model: str) -> None:
+    """Gathered for forward, kept for backward: one micro-batch a step alone."""
+    options = [*MODELS[model], "precision=fp32", "batch.micro=null"]
+    sharded = ["strategy=fsdp", "strategy.shard=grad_op", "compile=graphs"]
+    exact = trained(*options, "strategy=single")
+    check_same_run(trained(*options, *sharded), exact, tolerance=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["default", "graphs"])
@@ -344,6 +354,23 @@ def test_same_run_on_all_gpus(
     assert done.returncode == 0, done.stderr
     exact = trained(*MODELS[model], "strategy=single", "precision=fp32")
     check_same_run(records(tmp_path / "runs/all", "step"), exact, tolerance=1e-3)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shared", ["ddp", "fsdp", "fsdp grad_op"])
+def test_recorded_on_all_gpus(
+    trained: Trainer, train: Any, images: Path, tmp_path: Path, shared: str, model: str
+) -> None:
+    """What is sent in a pass is recorded with it, or all of it sent after the pass."""
+    micro = f"batch.micro={32 // NUM_GPUS}"
+    options = [*BASE, f"data.root={images}", *MODELS[model], "precision=fp32", micro]
+    visible = ",".join(str(i) for i in range(NUM_GPUS))
+    words = [*options, *SHARED[shared], "compile=graphs", "run.name=all"]
+    done = train(*words, CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == 0, done.stderr
+    exact = trained(*MODELS[model], "strategy=single", "precision=fp32", micro)
+    check_same_run(records(tmp_path / "runs/all", "step"), exact, tolerance=1e-2)
 
 
 @pytest.mark.parametrize("reserve", [0.0, 1.1], ids=["copied on the GPU", "straight to the host"])

@@ -150,9 +150,6 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     layout, why = _layout(config, machine, model, device, processes, problems)
     strategy = layout.strategy
     _check_strategy(config, device, strategy, world, model, problems, notes)
-    after = _reduces_after(config, device, strategy)
-    instead = _without_sends(config, strategy, model, after=after)
-    _check_speed(config, device, strategy, problems, instead)
     _check_data(config, data, device, problems)
 
     batch = config.batch
@@ -177,6 +174,13 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
             "estimate, or batch.micro=auto to try (without BatchNorm)"
         )
     accumulation = max(1, math.ceil(batch.global_batch / (micro * lanes)))
+    steps_per_epoch = math.ceil(data.num_train / batch.global_batch)
+    total_steps = config.steps or config.epochs * steps_per_epoch
+    mode = resolve_compile(config, device, strategy, total_steps, model, machine.compiles)
+    after = _reduces_after(config, device, strategy, mode, machine)
+    even = batch.global_batch == micro * lanes * accumulation
+    instead = _recording_needs(config, layout, model, accumulation, after=after, even=even)
+    _check_speed(config, device, strategy, problems, instead)
     # A recorded pass keeps its memory; one of another size, at an epoch's end, needs as much again.
     twice = 2 * (whole if tries else micro)
     roomy = sizing.largest_micro(config, layout, twice, model, gpu_bytes) == twice
@@ -191,8 +195,6 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
             f"{lanes - chunks % lanes} of them idle in the last of {accumulation} rounds"
         )
 
-    steps_per_epoch = math.ceil(data.num_train / batch.global_batch)
-    total_steps = config.steps or config.epochs * steps_per_epoch
     warmup = min(round(config.schedule.warmup_epochs * steps_per_epoch), total_steps // 2)
     peak, rule = peak_lr(config)
     if config.stop_at is not None and config.stop_at > total_steps:
@@ -203,16 +205,10 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         problems += [problem] if problem else []
     if problems:
         raise UserError("\n".join(problems))
-    recordable = _recordable(config, device, whole_pass=not instead)
-    mode = resolve_compile(
-        config,
-        device,
-        strategy,
-        total_steps,
-        model,
-        records=roomy and recordable,
-        compiles=machine.compiles,
-    )
+    recordable = device == "cuda" and not instead and not config.model.activation_checkpointing
+    # Sharded passes are recorded when asked for: how fast they are on several GPUs is not measured.
+    if config.compile == "auto" and mode != "off" and roomy and recordable and strategy != "fsdp":
+        mode = "graphs"
     return Plan(
         device=device,
         strategy=strategy,
@@ -291,14 +287,11 @@ def resolve_compile(
     strategy: str,
     total_steps: int,
     model: ModelFacts,
-    *,
-    records: bool,
     compiles: bool,
 ) -> str:
     """``auto`` compiles on a GPU, where the run is long enough to earn it back.
 
     Args:
-        records: passes can be recorded, and the GPU holds activations twice, as that may need.
         compiles: the machine has what torch.compile needs.
     """
     wanted = config.compile
@@ -309,37 +302,48 @@ def resolve_compile(
     fails = not compiles or (recomputes and model.has_batchnorm)
     if device != "cuda" or strategy == "dp" or short or fails:
         return "off"
-    return "graphs" if records else "default"
+    return "default"
 
 
-def _reduces_after(config: Config, device: str, strategy: str) -> bool:
+def _reduces_after(config: Config, device: str, strategy: str, mode: str, machine: Machine) -> bool:
     """Whether DDP sends gradients after the backward pass."""
     asked = config.strategy.reduce
-    if strategy != "ddp" or asked == "backward":
+    if strategy != "ddp" or asked != "auto":
+        return strategy == "ddp" and asked == "after"
+    if device != "cuda":
         return False
-    return asked == "after" or (device == "cuda" and config.compile == "graphs")
+    # torch's reducer lays gradients elsewhere after its first step, and sums over them (the norm)
+    # are rounded otherwise there: a resumed run would not be the same to the bit.
+    quick = machine.nvlink and config.launch.max_nodes == 1
+    return config.deterministic or mode == "graphs" or (mode != "off" and bool(quick))
 
 
-def _without_sends(config: Config, strategy: str, model: ModelFacts, *, after: bool) -> list[str]:
-    """What to change so that nothing is sent to other GPUs within a pass; empty: nothing is."""
-    if strategy == "single":
-        return []
-    if strategy != "ddp":
-        return ["strategy=ddp"]
-    changes = {
-        "strategy.reduce=after": not after,
-        "strategy.sync_batchnorm=false": config.strategy.sync_batchnorm and model.has_batchnorm,
-    }
-    return [word for word, needed in changes.items() if needed]
-
-
-def _recordable(config: Config, device: str, *, whole_pass: bool) -> bool:
-    """Whether forward and backward pass can be one CUDA graph.
+def _recording_needs(
+    config: Config, layout: Layout, model: ModelFacts, accumulation: int, *, after: bool, even: bool
+) -> list[str]:
+    """What to change so that sends between GPUs do not keep a pass from being recorded.
 
     Args:
-        whole_pass: nothing is sent to other GPUs within it.
+        even: all processes have equally many images in every micro-batch of a full step.
     """
-    return device == "cuda" and whole_pass and not config.model.activation_checkpointing
+    if layout.strategy == "single":
+        return []
+    changes = {
+        "strategy.sync_batchnorm=false": config.strategy.sync_batchnorm and model.has_batchnorm
+    }
+    if layout.strategy == "ddp":
+        changes |= {"strategy.reduce=after": not after}
+    elif layout.strategy == "fsdp":
+        sharded = layout.shard in ("full", "grad_op")
+        changes |= {
+            "strategy.cpu_offload=false": layout.offload,
+            "strategy.shard=full": not sharded or (layout.shard == "grad_op" and accumulation > 1),
+            # NCCL's operations are recorded by all processes or by none.
+            "a batch.global that micro-batches of all processes share evenly": not even,
+        }
+    else:
+        return ["strategy=ddp"]
+    return [word for word, needed in changes.items() if needed]
 
 
 def peak_lr(config: Config) -> tuple[float, str]:
@@ -515,7 +519,7 @@ def _check_speed(
     elif config.compile == "graphs" and without_sends:
         problems.append(
             f"{graphs} with strategy={strategy}: what is sent between GPUs within a pass cannot be "
-            f"recorded; use {' and '.join(without_sends)}, or compile=default"
+            f"recorded so; use {' and '.join(without_sends)}, or compile=default"
         )
     elif config.compile == "graphs" and config.model.activation_checkpointing:
         problems.append(

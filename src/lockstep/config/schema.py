@@ -104,7 +104,8 @@ class Strategy(Section):
     reduce: Literal["auto", "backward", "after"] = Field(
         description="ddp: when gradients are averaged. backward: while the backward pass runs, "
         "bucket by bucket; after: all at its end, which leaves the pass whole for the compiler and "
-        "can be recorded; auto: after with compile=graphs"
+        "can be recorded; auto: after where steps are compiled and NVLink joins all GPUs, and with "
+        "deterministic=true (torch's buckets move after the first step, which changes last bits)"
     )
     static_graph: bool = Field(description="ddp: the graph is the same in every step")
     bucket_mb: PositiveFloat = Field(description="ddp: gradient bucket size in MiB")
@@ -411,8 +412,8 @@ class Config(Section):
     )
     compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
         description="off; default: torch.compile; graphs: and each forward and backward pass "
-        "recorded as one CUDA graph (one GPU; several with strategy=ddp); max: and kernels chosen by trial, which takes minutes; auto: "
-        "graphs or default on a GPU, for runs of 1,000 steps and more"
+        "recorded as one CUDA graph (not with dp or hsdp); max: and kernels chosen by trial, which takes minutes; "
+        "auto: graphs or default on a GPU, for runs of 1,000 steps and more"
     )
     run: Run
     batch: Batch

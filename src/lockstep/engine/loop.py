@@ -189,6 +189,8 @@ def train_window(
     checks = t.guard.nonfinite == "skip"
     if leave_out or checks:
         t.state.statistics.remember()
+    # NCCL's operations are recorded by all ranks or by none: in a shorter step, shapes may differ.
+    alike = not t.strategy.sends_in_pass or window_size(window) == plan.global_batch
     phases.enter("data", progress.step)
     for i, batch in enumerate(batches):
         micro_step(
@@ -200,7 +202,7 @@ def train_window(
             window=window_size(window),
             last=i == rounds - 1,
             label_smoothing=t.label_smoothing,
-            graphs=t.graphs,
+            graphs=t.graphs if alike else None,
             enter=lambda phase: phases.enter(phase, progress.step),
         )
         phases.enter("data", progress.step)

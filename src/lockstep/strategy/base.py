@@ -27,6 +27,8 @@ class Strategy(ABC):
 
     materialises_meta: ClassVar[bool] = False
     """Whether ``prepare`` takes a model whose parameters are on the meta device."""
+    sends_in_pass: ClassVar[bool] = False
+    """Whether forward and backward pass, where they can be recorded, send to other ranks."""
 
     def __init__(
         self,

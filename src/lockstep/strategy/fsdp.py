@@ -34,6 +34,7 @@ class FSDPStrategy(Strategy):
     """
 
     materialises_meta: ClassVar[bool] = True
+    sends_in_pass: ClassVar[bool] = True
 
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:
         model = self._sync_batchnorm(model)
