@@ -51,6 +51,7 @@ def strategy_config(**changes: Any) -> StrategyConfig:
         "static_graph": True,
         "bucket_mb": 25.0,
         "meta_init": False,
+        "wrap": "block",
     }
     return StrategyConfig(**(values | changes))
 

@@ -260,7 +260,7 @@ def build_state(
         compile_in_place(
             model,
             plan.compile,
-            by_block=strategy.materialises_meta,
+            by_block=strategy.materialises_meta and config.strategy.wrap == "block",
             ours=device.type == "cuda" and not splits,
             norms=plan.records and not config.strategy.sync_batchnorm,
         )

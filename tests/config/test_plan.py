@@ -470,6 +470,18 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
             id="reduction after nobody's pass",
         ),
         pytest.param(
+            ["strategy=fsdp", "strategy.wrap=model"],
+            {"machine": EIGHT},
+            "it needs strategy=fsdp with strategy.shard=grad_op",
+            id="parameters of one group are not gathered twice",
+        ),
+        pytest.param(
+            ["strategy=ddp", "strategy.wrap=model"],
+            {"machine": EIGHT},
+            "it needs strategy=fsdp with strategy.shard=grad_op",
+            id="nothing to gather",
+        ),
+        pytest.param(
             ["strategy=ddp", "strategy.cpu_offload=true"],
             {},
             "strategy.cpu_offload = true needs strategy=fsdp, not ddp",

@@ -42,7 +42,7 @@ def reference() -> tuple[dict[str, torch.Tensor], float, float]:
 
 
 def check_gradient(name: str, shard: str, micro: int | None) -> None:
-    name, _, reduce = name.partition(" ")
+    name, _, how = name.partition(" ")
     world, rank = dist.world_size(), dist.rank()
     shard_processes = {"fsdp": 1 if shard == "none" else world, "hsdp": world // 2}.get(name, 1)
     slices = window_slices(0, len(IMAGES), micro, rank, world)
@@ -52,7 +52,8 @@ def check_gradient(name: str, shard: str, micro: int | None) -> None:
         strategy_of(
             name,
             shard=shard,
-            reduce=reduce or "backward",
+            reduce="after" if how == "after" else "backward",
+            wrap="model" if how == "whole" else "block",
             shard_processes=shard_processes,
             accumulation=len(slices),
         ),
@@ -96,6 +97,8 @@ CASES = [
     pytest.param(3, "fsdp", "full", None, id="fsdp, 7 + 7 + 6"),
     pytest.param(3, "fsdp", "full", 4, id="fsdp accumulates, some idle"),
     pytest.param(3, "fsdp", "grad_op", 4, id="fsdp grad_op accumulates, some idle"),
+    pytest.param(3, "fsdp whole", "grad_op", None, id="fsdp as one, 7 + 7 + 6"),
+    pytest.param(3, "fsdp whole", "grad_op", 4, id="fsdp as one accumulates, some idle"),
     pytest.param(2, "fsdp", "none", 6, id="fsdp none accumulates"),
     pytest.param(4, "hsdp", "full", 3, id="hsdp accumulates"),
     pytest.param(4, "hsdp", "grad_op", 3, id="hsdp grad_op accumulates"),

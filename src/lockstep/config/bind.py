@@ -55,6 +55,7 @@ ADDED: dict[str, Any] = {
     "precision.residual": "fp32",
     "model.draw": "model",
     "strategy.reduce": "auto",
+    "strategy.wrap": "block",
     "launch.scheduler": "local",
     "launch.dry_run": False,
     "launch.slurm": {},

@@ -479,6 +479,11 @@ def _check_strategy(
             notes.append(f"{name}: torchao compiles its update, for which the first step waits")
     if s.reduce != "auto" and strategy != "ddp":
         problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
+    if s.wrap == "model" and (s.name not in ("fsdp", "hsdp") or s.shard == "full"):
+        problems.append(
+            "strategy.wrap = model gathers all parameters before forward and keeps them to the end of "
+            "backward: it needs strategy=fsdp with strategy.shard=grad_op"
+        )
     if s.meta_init and strategy not in ("fsdp", "hsdp"):
         problems.append(f"strategy.meta_init = true needs strategy=fsdp, not {strategy}")
     if s.sync_batchnorm and not model.has_batchnorm:

@@ -92,6 +92,11 @@ class Strategy(Section):
         description="fsdp: what is sharded. full: parameters, gradients, optimiser state; "
         "grad_op: parameters stay whole from forward to backward; none: nothing"
     )
+    wrap: Literal["block", "model"] = Field(
+        description="fsdp: what is gathered and reduced as one. block: each block, while others are "
+        "computed; model: all before the pass and all after it, which leaves it whole for the "
+        "compiler: for models that are small beside the GPU, with shard=grad_op"
+    )
     shard_processes: PositiveInt | None = Field(
         description="hsdp: processes that share one copy of the model; null: those of one node, "
         "or half of them on a single node"

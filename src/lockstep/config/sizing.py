@@ -113,6 +113,9 @@ def memory(config: Config, layout: Layout, load: Load, model: ModelFacts) -> dic
             outside = model.parameters - model.blocks * model.block_parameters
             ahead = 2 + max(1, config.strategy.prefetch)  # the running one, its gradients
             copies = size * min(model.parameters, max(0, outside) + ahead * model.block_parameters)
+        if config.strategy.wrap == "model":
+            # All gradients at once, and the fp32 buffer in which they are sent.
+            copies += size * model.parameters + fp32
         if layout.offload:
             kept = {}
         if layout.shard != "full" and load.accumulation > 1:

@@ -50,7 +50,7 @@ ALWAYS = (
 REAL = ("data=folder", "augment=standard")
 """And of a case with images of the user's."""
 SAME = (
-    "model", "way", "strategy", "shard", "reduce", "images", "precision", "compile", "processes", "global_batch", "micro_batch",
+    "model", "way", "strategy", "shard", "wrap", "reduce", "images", "precision", "compile", "processes", "global_batch", "micro_batch",
     "image_size", "optimizer", "overrides",
 )  # fmt: skip
 """What makes rows of two files the same case."""
@@ -82,6 +82,7 @@ class Case:
             "way": self.way,
             "strategy": plan.strategy,
             "shard": plan.shard if plan.strategy in ("fsdp", "hsdp") else None,
+            "wrap": "model" if config.strategy.wrap == "model" else None,
             "reduce": plan.reduce if plan.strategy == "ddp" else None,
             "precision": config.precision.name,
             "compile": plan.compile,
@@ -289,6 +290,8 @@ def way_of(row: Mapping[str, Any]) -> str:
     if row["way"] != case.LOCKSTEP:
         return f"{row['way']} {row['precision']}" + (" ddp" if row["strategy"] == "ddp" else "")
     shard = f" {row['shard']}" if row.get("shard") else ""
+    if row.get("wrap") == "model":
+        shard += " whole"
     if row.get("reduce") == "after":
         shard = " after"
     images = " files" if row.get("images") else ""

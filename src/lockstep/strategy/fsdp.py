@@ -49,7 +49,7 @@ class FSDPStrategy(Strategy):
             "offload_policy": self._offload(device),
             "reshard_after_forward": self.cfg.shard == "full",
         }
-        wrapped = blocks(model)
+        wrapped = blocks(model) if self.cfg.wrap == "block" else []
         for block in wrapped:
             fully_shard(block, **options)
         # The root's parameters are needed first in backward: regathering them wins nothing.
@@ -73,7 +73,7 @@ class FSDPStrategy(Strategy):
             root.set_requires_all_reduce(last)
         else:
             root.set_requires_gradient_sync(last)
-        root.set_is_last_backward(last)
+        root.set_is_last_backward(last or self.cfg.shard == "full")
         yield
 
     def after_evaluation(self) -> None:
