@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,6 +11,11 @@ import pytest
 from lockstep import dist, worker
 from lockstep.errors import UserError
 from tests.runs import NeverStop, configure, plan_of, train_one_rank
+
+SMALL = [
+    *("data=digits", "data.num_classes=null", "data.num_train=null", "data.num_val=null"),
+    *("model=vit_tiny", "+model.kwargs.depth=1", "device=cpu", "telemetry.console=false"),
+]
 
 
 def loader(digest: str) -> Any:
@@ -93,19 +99,58 @@ class LooksForGarbage(NeverStop):
 
 
 def test_python_does_not_look_for_garbage_within_steps(few_digits: Path, tmp_path: Path) -> None:
-    config = configure(
-        *("data=digits", f"data.root={few_digits}", "model=vit_tiny", "+model.kwargs.depth=1"),
-        *(
-            "batch.global=8",
-            "steps=3",
-            "device=cpu",
-            "telemetry.console=false",
-            "data.num_classes=null",
-            "data.num_train=null",
-            "data.num_val=null",
-        ),
-    )
+    config = configure(*SMALL, f"data.root={few_digits}", "batch.global=8", "steps=3")
     stop = LooksForGarbage()
     assert train_one_rank(config, plan_of(config), tmp_path, stop) is not None
     assert len(stop.found) >= 3 and not any(stop.found)
     assert gc.isenabled()
+
+
+class Recorder:
+    """In the place of recorded passes, which need a GPU."""
+
+    told: ClassVar[list[str]] = []
+
+    def __init__(self, parameters: object) -> None:
+        pass
+
+    def __call__(self, compute: Any, inputs: Any) -> Any:
+        self.told.append("pass")
+        return compute(*inputs)
+
+    def release(self) -> None:
+        self.told.append("released")
+
+
+@pytest.mark.parametrize("stop_at", [None, 2])
+def test_recorded_passes_are_given_up_before_the_group_is_left(
+    few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int | None
+) -> None:
+    """NCCL would wait for them; also when the run is stopped, whose exception keeps all frames."""
+    told = Recorder.told
+    told.clear()
+    monkeypatch.setattr(worker, "PassGraphs", Recorder)
+    monkeypatch.setattr(dist, "shutdown", lambda: told.append("left"))
+    stop = f"stop_at={stop_at}" if stop_at else "stop_at=null"
+    config = configure(*SMALL, f"data.root={few_digits}", "batch.global=10", "steps=4", stop)
+    plan = replace(plan_of(config), records=True)
+    train_one_rank(config, plan, tmp_path)
+    assert told == ["pass"] * (stop_at or 4) + ["released", "left"]
+
+
+def test_short_steps_of_fsdp_are_not_recorded(
+    few_digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent in a pass is recorded by all ranks or by none, and parts of a short step differ."""
+    told = Recorder.told
+    told.clear()
+    monkeypatch.setattr(worker, "PassGraphs", Recorder)
+    for name in ("single", "fsdp"):
+        config = configure(
+            *SMALL, f"data.root={few_digits}", f"strategy={name}", "batch.global=32", "epochs=2"
+        )
+        plan = replace(plan_of(config), records=True)
+        assert plan.steps_per_epoch == 2 and plan.last_window < 32
+        told.clear()
+        train_one_rank(config, plan, tmp_path / name)
+        assert told.count("pass") == (4 if name == "single" else 2)

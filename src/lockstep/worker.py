@@ -116,6 +116,8 @@ def _train(
                 training.store.wait()
             raise
         finally:
+            if training.graphs is not None:
+                training.graphs.release()
             training.phases.close()
             training.train_loader.close()
             training.val_loader.close()

@@ -42,6 +42,9 @@ def test_same_gradients(sizes: list[list[int]]) -> None:
 
         results = []
         for step, passes in enumerate(sizes):
+            if network is recorded and step == len(sizes) - 1:
+                assert graphs._recorded
+                graphs.release()  # and record anew
             for i, size in enumerate(passes):
                 inputs = torch.randn(size + 1, 6, generator=torch.Generator().manual_seed(step + i))
                 given = (inputs.cuda(), torch.tensor(1.0 / size, device="cuda"))

@@ -68,6 +68,17 @@ class PassGraphs:
             parameter.grad = gradient
         return recorded.outputs
 
+    def release(self) -> None:
+        """Forget what was recorded; the next call records anew.
+
+        NCCL waits for ever when it is left while a graph holds its operations, as after Ctrl-C, when
+        the exception's frames hold whatever trained.
+        """
+        for recorded in self._recorded.values():
+            recorded.graph.reset()
+        self._recorded.clear()
+        self._gradients.clear()
+
     def _holds_gradients(self) -> bool:
         """Whether gradients are where the second graph adds to them."""
         return bool(self._gradients) and all(
