@@ -73,6 +73,27 @@ def test_mistakes(
 
 
 @pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("optimizer.name=adamww", "did you mean adamw"),
+        ("+optimizer.kwargs.foo=1", "unexpected keyword argument 'foo'"),
+    ],
+)
+def test_an_optimiser_that_cannot_be_leaves_no_folder(
+    cli: Callable[..., tuple[int, str, str]],
+    few_digits: Path,
+    tmp_path: Path,
+    word: str,
+    message: str,
+) -> None:
+    root = [f"data.root={few_digits}", f"run.root={tmp_path / 'runs'}"]
+    sizes = ["data.num_classes=null", "data.num_train=null", "data.num_val=null"]
+    code, _, err = cli("data=digits", "model=vit_tiny", *root, *sizes, word)
+    assert code == EXIT_USER_ERROR and message in err and err.count("error: ") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
     ("argv", "shown"),
     [
         (["--help"], "groups (files below conf/):"),

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lockstep.config.plan import DataFacts, Machine, Plan, make_plan
 from lockstep.config.schema import Config, Data
@@ -17,6 +18,7 @@ from lockstep.data import open_split
 from lockstep.errors import UserError
 from lockstep.machine import nvidia_smi
 from lockstep.models.build import count
+from lockstep.optim.build import build_optimizer
 
 
 def machine() -> Machine:
@@ -42,6 +44,9 @@ def prepare(config: Config, here: Machine) -> Plan:
     data = data_facts(config.data, may_be_absent=config.plan)
     size = config.model.image_size or config.data.image_size
     model = count(config.model, image_size=size, num_classes=data.num_classes)
+    # What an optimiser refuses would otherwise be told by the worker, whose folder would be left.
+    with torch.device("meta"):
+        build_optimizer(nn.Linear(2, 2), config.optimizer, no_decay=set(), fused=False)
     return make_plan(config, here, data, model)
 
 
