@@ -35,7 +35,7 @@ from lockstep.doctor.scaling import (
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 from lockstep.launch.prepare import machine
 
-USUAL = ("dp", "ddp", "ddp-after", "fsdp-full", "fsdp-grad_op")
+USUAL = ("dp", "ddp", "ddp-after", "fsdp-full", "fsdp-grad_op", "fsdp-wrap_model")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
 

@@ -77,6 +77,8 @@ def _place(name: str, processes: int, *overrides: str) -> tuple[str, Place]:
     return name, Place(name, processes, overrides)
 
 
+WRAPS_MODEL = ("strategy=fsdp", "strategy.shard=grad_op", "strategy.wrap=model")
+
 PLACES = dict(
     [
         _place("single", 1, "strategy=single"),
@@ -87,9 +89,7 @@ PLACES = dict(
             _place(f"fsdp{n} grad_op", n, "strategy=fsdp", "strategy.shard=grad_op")
             for n in (1, 2, 3, 4)
         ),
-        _place(
-            *("fsdp2 whole", 2, "strategy=fsdp"), "strategy.shard=grad_op", "strategy.wrap=model"
-        ),
+        _place("fsdp2 wrap=model", 2, *WRAPS_MODEL),
         # Copies of the model x processes that share one.
         _place("hsdp 2x1", 2, "strategy=hsdp", "strategy.shard_processes=1"),
         _place("hsdp 1x3", 3, "strategy=hsdp", "strategy.shard_processes=3"),

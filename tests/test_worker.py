@@ -106,6 +106,22 @@ def test_python_does_not_look_for_garbage_within_steps(few_digits: Path, tmp_pat
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize(("wrap", "by_block"), [("block", True), ("model", False)])
+def test_what_fsdp_leaves_to_the_compiler(
+    few_digits: Path, monkeypatch: pytest.MonkeyPatch, wrap: str, by_block: bool
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(worker, "compile_in_place", lambda *_, **how: told.append(how["by_block"]))
+    words = ["strategy=fsdp", "strategy.shard=grad_op", f"strategy.wrap={wrap}", "compile=default"]
+    config = configure(*SMALL, f"data.root={few_digits}", *words)
+    device = dist.init("cpu", 60, group_of_one=True)
+    try:
+        worker.build_state(config, plan_of(config), device)
+    finally:
+        dist.shutdown()
+    assert told == [by_block]
+
+
 class Recorder:
     """In the place of recorded passes, which need a GPU."""
 

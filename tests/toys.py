@@ -120,6 +120,7 @@ def strategy_of(
     shard_processes: int = 1,
     accumulation: int = 1,
     number_format: Precision | None = None,
+    recorded: bool = False,
     **changes: Any,
 ) -> Strategy:
     return build_strategy(
@@ -128,6 +129,7 @@ def strategy_of(
         number_format or precision(),
         shard_processes=shard_processes,
         accumulation=accumulation,
+        recorded=recorded,
     )
 
 

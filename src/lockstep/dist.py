@@ -92,7 +92,8 @@ def all_reduce_sum_(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _JOINED_BELOW = 1 << 20
-"""Numbers of a tensor that is sent by itself: NCCL moves smaller ones at half of the link's speed."""
+"""Numbers from which on a tensor is sent where it lies. NCCL sends a group of many small ones slowly,
+and copying large ones costs more than it wins; where between 2**18 and all is best, is a guess."""
 
 
 def all_reduce_sums_(tensors: Sequence[torch.Tensor]) -> None:
@@ -105,13 +106,13 @@ def all_reduce_sums_(tensors: Sequence[torch.Tensor]) -> None:
         return
     large = [t for t in tensors if t.numel() >= _JOINED_BELOW]
     small = [_in_memory(t) for t in tensors if t.numel() < _JOINED_BELOW]
-    joined = torch.cat(small) if small else tensors[0].new_empty(0)
+    joined = [torch.cat(small)] if small else []
     # all_reduce_coalesced, which this replaces, is deprecated.
     with torch_dist.distributed_c10d._coalescing_manager():
-        for tensor in [*large, *[joined][: len(small)]]:
+        for tensor in [*large, *joined]:
             torch_dist.all_reduce(tensor)
-    if small:
-        torch._foreach_copy_(small, list(joined.split([t.numel() for t in small])))
+    for whole in joined:
+        torch._foreach_copy_(small, list(whole.split([t.numel() for t in small])))
 
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -239,6 +239,7 @@ def build_state(
         config.precision,
         shard_processes=plan.shard_processes,
         accumulation=plan.accumulation,
+        recorded=plan.records,
     )
     # With meta_init, only rank 0 holds weights; prepare() hands out the shards.
     drawn_whole = config.model.draw == "model" or config.model.pretrained

@@ -230,6 +230,16 @@ WEIGHTS = 4 * MODEL.parameters
             {"parameters": WEIGHTS // 8, "gradients": WEIGHTS, "copies": WEIGHTS // 2},
             id="fsdp grad_op accumulates whole gradients",
         ),
+        pytest.param(
+            ["strategy=fsdp", "strategy.shard=grad_op", "strategy.wrap=model"],
+            {"parameters": WEIGHTS // 8, "gradients": WEIGHTS // 8, "copies": 2 * WEIGHTS},
+            id="fsdp wrap=model holds all gradients",
+        ),
+        pytest.param(
+            [*("strategy=fsdp", "strategy.shard=grad_op"), "strategy.wrap=model", "precision=bf16"],
+            {"copies": WEIGHTS // 2 + WEIGHTS},
+            id="fsdp wrap=model sends in fp32",
+        ),
         pytest.param(["strategy=ddp"], {"copies": 0, "CUDA": GIB}, id="ddp"),
         pytest.param(["strategy=ddp", "precision=bf16"], {"copies": WEIGHTS // 2}, id="autocast"),
         pytest.param(
@@ -374,6 +384,13 @@ def test_auto(
             id="single",
         ),
         pytest.param(
+            gpus(8, 40),
+            ["strategy=fsdp", "strategy.shard=grad_op", "strategy.wrap=model"],
+            "use strategy.wrap=block (26 GiB), or "
+            "strategy=fsdp strategy.shard=full strategy.wrap=block (15 GiB)",
+            id="wrap=model",
+        ),
+        pytest.param(
             gpus(1, 80, host=64),
             [],
             "strategy.cpu_offload=true: the processes of a node need about 100 GiB of host memory, "
@@ -394,6 +411,19 @@ def test_what_cannot_fit_is_refused(machine: Machine, overrides: list[str], told
         plan(*LARGE, *overrides, machine=machine, model=SEVEN_B)
     assert told in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_key_without_effect_is_told() -> None:
+    words = ["strategy=fsdp", "strategy.shard=grad_op", "strategy.wrap=model"]
+    assert plan(*words, machine=EIGHT).notes == []
+    (note,) = plan(*words, "strategy.prefetch=3", machine=EIGHT).notes
+    assert "strategy.prefetch has no effect" in note
+
+
+def test_where_gradients_are_sent_is_told() -> None:
+    words = ["strategy=ddp", "compile=default"]
+    assert "strategy.reduce=after" in plan(*words, machine=gpus(8, 80)).text()
+    assert "strategy.reduce" not in plan(*words, machine=gpus(8, 80, nvlink=False)).text()
 
 
 def test_what_may_not_fit_is_told() -> None:
@@ -472,13 +502,13 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
         pytest.param(
             ["strategy=fsdp", "strategy.wrap=model"],
             {"machine": EIGHT},
-            "it needs strategy=fsdp with strategy.shard=grad_op",
+            "it needs strategy=fsdp (or hsdp) with strategy.shard=grad_op",
             id="parameters of one group are not gathered twice",
         ),
         pytest.param(
             ["strategy=ddp", "strategy.wrap=model"],
             {"machine": EIGHT},
-            "it needs strategy=fsdp with strategy.shard=grad_op",
+            "it needs strategy=fsdp (or hsdp) with strategy.shard=grad_op",
             id="nothing to gather",
         ),
         pytest.param(
@@ -517,31 +547,31 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
         pytest.param(
             ["compile=graphs", "strategy=ddp", "strategy.reduce=backward"],
             {"machine": EIGHT},
-            "cannot be recorded so; use strategy.reduce=after, or compile=default",
+            "cannot be recorded with these settings; use strategy.reduce=after, or compile=default",
             id="gradients sent in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=ddp", "strategy.sync_batchnorm=true"],
             {"machine": EIGHT, "model": BATCHNORM},
-            "cannot be recorded so; use strategy.sync_batchnorm=false, or compile=default",
+            "cannot be recorded with these settings; use strategy.sync_batchnorm=false, or compile=default",
             id="statistics sent in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=hsdp"],
             {"machine": EIGHT},
-            "cannot be recorded so; use strategy=ddp, or compile=default",
+            "cannot be recorded with these settings; use strategy=ddp, or compile=default",
             id="parameters sent in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=fsdp", "strategy.cpu_offload=true"],
             {"machine": EIGHT},
-            "cannot be recorded so; use strategy.cpu_offload=false, or compile=default",
+            "cannot be recorded with these settings; use strategy.cpu_offload=false, or compile=default",
             id="offloaded parameters in a recorded pass",
         ),
         pytest.param(
             ["compile=graphs", "strategy=fsdp", "batch.global=100"],
             {"machine": EIGHT},
-            "so; use a batch.global that micro-batches of all processes share evenly, or compile",
+            "settings; use a batch.global that micro-batches of all processes share evenly, or compile",
             id="uneven parts of a recorded step",
         ),
         pytest.param(
@@ -551,8 +581,14 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
                 "batch.micro=4",
             ],
             {"machine": EIGHT},
-            "cannot be recorded so; use strategy.shard=full, or compile=default",
+            "cannot be recorded with these settings; use strategy.shard=full, or compile=default",
             id="gradients kept over recorded passes",
+        ),
+        pytest.param(
+            [*("compile=graphs", "strategy=fsdp"), "launch.nodes=1:4", "launch.rendezvous=a:1"],
+            {"machine": EIGHT},
+            "with these settings; use a fixed launch.nodes, or compile=default",
+            id="a recorded step that other nodes share otherwise",
         ),
         pytest.param(
             ["compile=graphs", "strategy=single", "model.activation_checkpointing=true"],
@@ -785,6 +821,20 @@ def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> 
             ],
             *(gpus(8, 80), "graphs", "backward", True),
             id="recorded fsdp, several micro-batches",
+        ),
+        pytest.param(
+            ["strategy=fsdp", "compile=max"],
+            *(gpus(8, 80), "max", "backward", False),
+            id="kernels by trial alone",
+        ),
+        pytest.param(
+            [
+                *("strategy=fsdp", "compile=graphs", "launch.processes=1"),
+                "batch.global=100",
+                "batch.micro=32",
+            ],
+            *(gpus(8, 80), "graphs", "backward", True),
+            id="nobody to be uneven with",
         ),
     ],
 )

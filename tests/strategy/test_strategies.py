@@ -10,6 +10,7 @@ import timm
 import torch
 from timm.layers import BatchNormAct2d, SyncBatchNormAct
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep import dist
@@ -53,7 +54,7 @@ def check_gradient(name: str, shard: str, micro: int | None) -> None:
             name,
             shard=shard,
             reduce="after" if how == "after" else "backward",
-            wrap="model" if how == "whole" else "block",
+            wrap="model" if how == "wrap=model" else "block",
             shard_processes=shard_processes,
             accumulation=len(slices),
         ),
@@ -97,8 +98,8 @@ CASES = [
     pytest.param(3, "fsdp", "full", None, id="fsdp, 7 + 7 + 6"),
     pytest.param(3, "fsdp", "full", 4, id="fsdp accumulates, some idle"),
     pytest.param(3, "fsdp", "grad_op", 4, id="fsdp grad_op accumulates, some idle"),
-    pytest.param(3, "fsdp whole", "grad_op", None, id="fsdp as one, 7 + 7 + 6"),
-    pytest.param(3, "fsdp whole", "grad_op", 4, id="fsdp as one accumulates, some idle"),
+    pytest.param(3, "fsdp wrap=model", "grad_op", None, id="fsdp wrap=model, 7 + 7 + 6"),
+    pytest.param(3, "fsdp wrap=model", "grad_op", 4, id="fsdp wrap=model accumulates, some idle"),
     pytest.param(2, "fsdp", "none", 6, id="fsdp none accumulates"),
     pytest.param(4, "hsdp", "full", 3, id="hsdp accumulates"),
     pytest.param(4, "hsdp", "grad_op", 3, id="hsdp grad_op accumulates"),
@@ -266,6 +267,38 @@ def check_evaluation(shard: str) -> None:
 @pytest.mark.parametrize("shard", ["full", "grad_op", "none"])
 def test_after_evaluation_nothing_stays_gathered(pool: Any, shard: str) -> None:
     pool(2, on_group, check_evaluation, shard)
+
+
+def groups(wrap: str) -> list[str]:
+    """What is gathered by itself."""
+    strategy = strategy_of("fsdp", shard="grad_op", wrap=wrap, shard_processes=dist.world_size())
+    module = strategy.prepare(tiny("vit_tiny_patch16_224", meta=False), CPU)
+    return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+
+
+def test_what_is_gathered_as_one(pool: Any) -> None:
+    blocks, model = (pool(2, on_group, groups, wrap)[0] for wrap in ("block", "model"))
+    assert model == [""]
+    assert blocks == ["", *(f"blocks.{i}" for i in range(len(blocks) - 1))] and len(blocks) > 2
+
+
+def sends_are_waited_for(recorded: bool) -> list[bool]:
+    """Of a step's two micro-batches, whether backward ends with nothing under way."""
+    strategy = strategy_of(
+        "fsdp", shard="full", shard_processes=dist.world_size(), recorded=recorded
+    )
+    module = strategy.prepare(network(), CPU)
+    found = []
+    for last in (False, True):
+        with strategy.micro_batch(last=last):
+            module(IMAGES).sum().backward()
+        found.append(bool(module._get_fsdp_state()._state_ctx.is_last_backward))
+    return found
+
+
+def test_a_recorded_pass_ends_with_no_send_under_way(pool: Any) -> None:
+    assert pool(2, on_group, sends_are_waited_for, False) == [[False, True]] * 2
+    assert pool(2, on_group, sends_are_waited_for, True) == [[True, True]] * 2
 
 
 def check_policies() -> list[str]:

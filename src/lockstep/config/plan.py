@@ -114,8 +114,10 @@ class Plan:
         devices = f"{self.nodes} node(s) x {self.processes_per_node} process(es) on {self.device}"
         if self.devices_per_process > 1:
             devices += f", {self.devices_per_process} devices each"
+        after = " strategy.reduce=after" if (self.strategy, self.reduce) == ("ddp", "after") else ""
+        why = f" ({self.strategy_rule})" if self.strategy_rule else ""
         rows = [
-            ("strategy", f"{self.layout}{self.strategy_rule and f' ({self.strategy_rule})'}"),
+            ("strategy", f"{self.layout}{after}{why}"),
             ("devices", devices),
             ("data", (f"{self.data.num_train:,} train, {self.data.num_val:,} val, "
                       f"{self.data.num_classes:,} classes at {self.image_size} px")),
@@ -176,9 +178,9 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     accumulation = max(1, math.ceil(batch.global_batch / (micro * lanes)))
     steps_per_epoch = math.ceil(data.num_train / batch.global_batch)
     total_steps = config.steps or config.epochs * steps_per_epoch
-    mode = resolve_compile(config, device, strategy, total_steps, model, machine.compiles)
-    after = _reduces_after(config, device, strategy, mode, machine)
-    even = batch.global_batch == micro * lanes * accumulation
+    compiles = _compiles(config, device, strategy, total_steps, model, machine)
+    after = _reduces_after(config, device, strategy, machine, compiles=compiles)
+    even = world == 1 or batch.global_batch == micro * lanes * accumulation
     instead = _recording_needs(config, layout, model, accumulation, after=after, even=even)
     _check_speed(config, device, strategy, problems, instead)
     # A recorded pass keeps its memory; one of another size, at an epoch's end, needs as much again.
@@ -206,9 +208,13 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     if problems:
         raise UserError("\n".join(problems))
     recordable = device == "cuda" and not instead and not config.model.activation_checkpointing
-    # Sharded passes are recorded when asked for: how fast they are on several GPUs is not measured.
-    if config.compile == "auto" and mode != "off" and roomy and recordable and strategy != "fsdp":
-        mode = "graphs"
+    mode, records = _resolve_compile(
+        config, strategy, compiles=compiles, roomy=roomy, recordable=recordable
+    )
+    if records and strategy == "fsdp" and world > 1:
+        notes.append(
+            "compile=graphs with strategy=fsdp records what is sent, too: tried on one GPU alone"
+        )
     return Plan(
         device=device,
         strategy=strategy,
@@ -233,7 +239,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         image_size=config.model.image_size or config.data.image_size,
         compile=mode,
         reduce="after" if after else "backward",
-        records=mode in ("graphs", "max") and recordable,
+        records=records,
         threads=threads,
         data=data,
         model=model,
@@ -281,41 +287,56 @@ def even_micro(slice_size: int, rounds: int) -> int:
     return math.ceil(slice_size / rounds)
 
 
-def resolve_compile(
+def _compiles(
     config: Config,
     device: str,
     strategy: str,
     total_steps: int,
     model: ModelFacts,
-    compiles: bool,
-) -> str:
-    """``auto`` compiles on a GPU, where the run is long enough to earn it back.
-
-    Args:
-        compiles: the machine has what torch.compile needs.
-    """
-    wanted = config.compile
-    if wanted != "auto":
-        return wanted
+    machine: Machine,
+) -> bool:
+    """Whether steps are compiled; ``auto``: on a GPU, where the run is long enough to earn it back."""
+    if config.compile != "auto":
+        return config.compile != "off"
     recomputes = config.model.activation_checkpointing
     short = total_steps < COMPILING_PAYS_FROM and config.precision.name != "fp8"
-    fails = not compiles or (recomputes and model.has_batchnorm)
-    if device != "cuda" or strategy == "dp" or short or fails:
-        return "off"
-    return "default"
+    fails = not machine.compiles or (recomputes and model.has_batchnorm)
+    return not (device != "cuda" or strategy == "dp" or short or fails)
 
 
-def _reduces_after(config: Config, device: str, strategy: str, mode: str, machine: Machine) -> bool:
+def _resolve_compile(
+    config: Config, strategy: str, *, compiles: bool, roomy: bool, recordable: bool
+) -> tuple[str, bool]:
+    """The key ``compile`` with ``auto`` decided, and whether passes are recorded.
+
+    Sharded passes are recorded when ``graphs`` is asked for by name: that has not been run on
+    several GPUs.
+
+    Args:
+        compiles: as :func:`_compiles` says.
+        roomy: the GPU holds activations twice, as a recorded pass beside another may need.
+        recordable: nothing else is against it.
+    """
+    mode = config.compile
+    usual = recordable and strategy != "fsdp"
+    if mode == "auto":
+        mode = "off" if not compiles else "graphs" if usual and roomy else "default"
+    return mode, (mode == "graphs" and recordable) or (mode == "max" and usual)
+
+
+def _reduces_after(
+    config: Config, device: str, strategy: str, machine: Machine, *, compiles: bool
+) -> bool:
     """Whether DDP sends gradients after the backward pass."""
     asked = config.strategy.reduce
-    if strategy != "ddp" or asked != "auto":
-        return strategy == "ddp" and asked == "after"
-    if device != "cuda":
+    if strategy != "ddp":
         return False
-    # torch's reducer lays gradients elsewhere after its first step, and sums over them (the norm)
-    # are rounded otherwise there: a resumed run would not be the same to the bit.
+    if asked != "auto" or device != "cuda":
+        return asked == "after"
+    # torch's reducer lays gradients elsewhere after its first step, where sums over them may round
+    # otherwise: a resumed ResNet-50 on two GPUs was not the same to the bit.
     quick = machine.nvlink and config.launch.max_nodes == 1
-    return config.deterministic or mode == "graphs" or (mode != "off" and bool(quick))
+    return config.deterministic or config.compile == "graphs" or (compiles and bool(quick))
 
 
 def _recording_needs(
@@ -340,6 +361,8 @@ def _recording_needs(
             "strategy.shard=full": not sharded or (layout.shard == "grad_op" and accumulation > 1),
             # NCCL's operations are recorded by all processes or by none.
             "a batch.global that micro-batches of all processes share evenly": not even,
+            # What is even on some numbers of nodes is not on others.
+            "a fixed launch.nodes": config.launch.elastic,
         }
     else:
         return ["strategy=ddp"]
@@ -482,7 +505,11 @@ def _check_strategy(
     if s.wrap == "model" and (s.name not in ("fsdp", "hsdp") or s.shard == "full"):
         problems.append(
             "strategy.wrap = model gathers all parameters before forward and keeps them to the end of "
-            "backward: it needs strategy=fsdp with strategy.shard=grad_op"
+            "backward: it needs strategy=fsdp (or hsdp) with strategy.shard=grad_op"
+        )
+    elif s.wrap == "model" and s.prefetch > 1:
+        notes.append(
+            "strategy.prefetch has no effect with strategy.wrap=model: nothing is left to gather"
         )
     if s.meta_init and strategy not in ("fsdp", "hsdp"):
         problems.append(f"strategy.meta_init = true needs strategy=fsdp, not {strategy}")
@@ -524,7 +551,7 @@ def _check_speed(
     elif config.compile == "graphs" and without_sends:
         problems.append(
             f"{graphs} with strategy={strategy}: what is sent between GPUs within a pass cannot be "
-            f"recorded so; use {' and '.join(without_sends)}, or compile=default"
+            f"recorded with these settings; use {' and '.join(without_sends)}, or compile=default"
         )
     elif config.compile == "graphs" and config.model.activation_checkpointing:
         problems.append(

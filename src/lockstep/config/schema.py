@@ -94,8 +94,8 @@ class Strategy(Section):
     )
     wrap: Literal["block", "model"] = Field(
         description="fsdp: what is gathered and reduced as one. block: each block, while others are "
-        "computed; model: all before the pass and all after it, which leaves it whole for the "
-        "compiler: for models that are small beside the GPU, with shard=grad_op"
+        "computed; model: all before the pass and all after it, which leaves a model of up to 16 "
+        "blocks whole for the compiler; for models that are small beside the GPU, with shard=grad_op"
     )
     shard_processes: PositiveInt | None = Field(
         description="hsdp: processes that share one copy of the model; null: those of one node, "
@@ -109,11 +109,15 @@ class Strategy(Section):
     reduce: Literal["auto", "backward", "after"] = Field(
         description="ddp: when gradients are averaged. backward: while the backward pass runs, "
         "bucket by bucket; after: all at its end, which leaves the pass whole for the compiler and "
-        "can be recorded; auto: after where steps are compiled and NVLink joins all GPUs, and with "
-        "deterministic=true (torch's buckets move after the first step, which changes last bits)"
+        "can be recorded; auto: after on GPUs with compile=graphs, with deterministic=true, and where "
+        "steps are compiled and NVLink joins all GPUs of a single node; else backward"
     )
-    static_graph: bool = Field(description="ddp: the graph is the same in every step")
-    bucket_mb: PositiveFloat = Field(description="ddp: gradient bucket size in MiB")
+    static_graph: bool = Field(
+        description="ddp, reduce=backward: the graph is the same in every step"
+    )
+    bucket_mb: PositiveFloat = Field(
+        description="ddp, reduce=backward: gradient bucket size in MiB"
+    )
     meta_init: bool = Field(description="fsdp: only rank 0 holds the whole model while building")
 
 
@@ -417,7 +421,7 @@ class Config(Section):
     )
     compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
         description="off; default: torch.compile; graphs: and each forward and backward pass "
-        "recorded as one CUDA graph (not with dp or hsdp); max: and kernels chosen by trial, which takes minutes; "
+        "recorded as one CUDA graph (not with dp or hsdp; the plan says what else is against it); max: and kernels chosen by trial, which takes minutes; "
         "auto: graphs or default on a GPU, for runs of 1,000 steps and more"
     )
     run: Run

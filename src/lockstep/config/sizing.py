@@ -114,8 +114,8 @@ def memory(config: Config, layout: Layout, load: Load, model: ModelFacts) -> dic
             ahead = 2 + max(1, config.strategy.prefetch)  # the running one, its gradients
             copies = size * min(model.parameters, max(0, outside) + ahead * model.block_parameters)
         if config.strategy.wrap == "model":
-            # All gradients at once, and the fp32 buffer in which they are sent.
-            copies += size * model.parameters + fp32
+            # All gradients beside what was gathered; then beside the fp32 buffer that sends them.
+            copies = size * model.parameters + max(size * model.parameters, fp32)
         if layout.offload:
             kept = {}
         if layout.shard != "full" and load.accumulation > 1:
@@ -262,6 +262,11 @@ def _ways(
         changed = getattr(config, section).model_copy(update=change)
         return config.model_copy(update={section: changed})
 
+    if config.strategy.wrap == "model":
+        told = "strategy={} strategy.wrap=block ({:.0f} GiB)"
+        config = with_changes("strategy", {"wrap": "block"})
+        need = needed(config, layout, one, model)
+        yield f"strategy.wrap=block ({need / GIB:.0f} GiB)", need
     if not config.model.activation_checkpointing:
         thrifty = with_changes("model", {"activation_checkpointing": True})
         need = needed(thrifty, layout, one, model)
@@ -284,7 +289,7 @@ def _ways(
     if gpus is not None:
         other = Layout("fsdp", "full", gpus)
         need = needed(config, other, one, model)
-        yield f"strategy={other} on {gpus} GPUs ({need / GIB:.0f} GiB)", need
+        yield told.format(other, need / GIB).replace(" (", f" on {gpus} GPUs ("), need
     if config.optimizer.name.lower() in ("adam", "adamw") and not layout.sharded:
         need = needed(with_changes("optimizer", {"name": ADAMW_8BIT}), layout, one, model)
         yield f"optimizer.name={ADAMW_8BIT} ({need / GIB:.0f} GiB)", need

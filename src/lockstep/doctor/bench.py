@@ -291,7 +291,7 @@ def way_of(row: Mapping[str, Any]) -> str:
         return f"{row['way']} {row['precision']}" + (" ddp" if row["strategy"] == "ddp" else "")
     shard = f" {row['shard']}" if row.get("shard") else ""
     if row.get("wrap") == "model":
-        shard += " whole"
+        shard += " wrap=model"
     if row.get("reduce") == "after":
         shard = " after"
     images = " files" if row.get("images") else ""

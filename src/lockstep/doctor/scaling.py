@@ -19,7 +19,7 @@ SHARING = {
     "ddp-after": ["strategy=ddp", "strategy.reduce=after"],
     "fsdp-full": ["strategy=fsdp", "strategy.shard=full"],
     "fsdp-grad_op": ["strategy=fsdp", "strategy.shard=grad_op"],
-    "fsdp-whole": ["strategy=fsdp", "strategy.shard=grad_op", "strategy.wrap=model"],
+    "fsdp-wrap_model": ["strategy=fsdp", "strategy.shard=grad_op", "strategy.wrap=model"],
     "hsdp": ["strategy=hsdp"],
 }
 """What ``--strategies`` may name."""

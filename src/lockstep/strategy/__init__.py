@@ -25,10 +25,15 @@ def build_strategy(
     *,
     shard_processes: int,
     accumulation: int,
+    recorded: bool = False,
 ) -> Strategy:
     """The strategy that the plan resolved ``name`` to."""
     return STRATEGIES[name](
-        cfg, precision, shard_processes=shard_processes, accumulation=accumulation
+        cfg,
+        precision,
+        shard_processes=shard_processes,
+        accumulation=accumulation,
+        recorded=recorded,
     )
 
 

@@ -37,16 +37,19 @@ class Strategy(ABC):
         *,
         shard_processes: int,
         accumulation: int,
+        recorded: bool = False,
     ) -> None:
         """
         Args:
             shard_processes: processes that share one copy of the model.
             accumulation: micro-batches of one process in a full optimiser step.
+            recorded: passes become CUDA graphs.
         """
         self.cfg = cfg
         self.precision = precision
         self.shard_processes = shard_processes
         self.accumulation = accumulation
+        self.recorded = recorded
 
     @abstractmethod
     def prepare(self, model: nn.Module, device: torch.device) -> nn.Module:

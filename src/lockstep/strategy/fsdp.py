@@ -73,7 +73,8 @@ class FSDPStrategy(Strategy):
             root.set_requires_all_reduce(last)
         else:
             root.set_requires_gradient_sync(last)
-        root.set_is_last_backward(last or self.cfg.shard == "full")
+        # A recorded pass must not end with sends under way.
+        root.set_is_last_backward(last or self.recorded)
         yield
 
     def after_evaluation(self) -> None:
