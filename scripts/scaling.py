@@ -3,7 +3,7 @@
 python scripts/scaling.py --json scaling.json --png scaling.png
 python scripts/scaling.py --models resnet50 --strategies ddp --precisions bf16 --images /path/to/imagenet
 python scripts/scaling.py --models vit --strategies ddp,fsdp-grad_op --precisions bf16,tf32 --counts 2,4,8
-python scripts/scaling.py --models test_vit --device cpu --counts 2 --image-size 32 --batch 4 --steps 3
+python scripts/scaling.py --models test_vit --device cpu --counts 2 --image-size 32 --batch 4 --steps 3 --precisions fp32
 
 Every GPU computes --batch images a step, however many there are. Speed-up is over strategy=single
 on one GPU with the same precision; efficiency is speed-up / GPUs. Exposed communication is the time

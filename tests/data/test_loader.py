@@ -258,6 +258,20 @@ def test_unreadable_is_skipped_and_named(
     assert loader.num_left_out == 2 and not loader.stops_on_error
 
 
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+@pytest.mark.parametrize("gone", ["", "train"], ids=["all", "one split"])
+def test_images_that_are_gone_altogether_are_not_left_out(
+    make: Callable[..., Loader], damaged: Path, on_error: str, gone: str
+) -> None:
+    loader = make({}, root=damaged, on_error=on_error)
+    shutil.rmtree(damaged / gone)
+    with pytest.raises(
+        UserError, match=r"is gone: bring it back .*goes on from the newest"
+    ) as told:
+        list(loader.batches(0, [MicroSlice(0, 23, 0)]))
+    assert f"data.root = {damaged}: {damaged / gone} is gone" in str(told.value)
+
+
 def test_each_unreadable_is_left_out_by_one_process(
     make: Callable[..., Loader], damaged: Path
 ) -> None:

@@ -70,6 +70,24 @@ def recorder_and_records(
     return recorder, records
 
 
+def test_images_that_are_missing_are_told_once() -> None:
+    recorder, records = recorder_and_records(exact=False)
+    told: list[str] = []
+    recorder._telemetry.message = told.append  # type: ignore[method-assign]
+    for step, ids in enumerate([[1, 2, 3], [4, 5], [6]], start=1):
+        submit(recorder, step, sums(1.0, ids), window=3)
+    assert told == [
+        (
+            "step 2: 1 of its 3 images cannot be read and are left out; the end of the run names all "
+            "such images"
+        )
+    ]
+    submit(recorder, 4, sums(0.0, []), window=1)
+    with pytest.raises(UserError, match="step 5: none of its 3 images can be read, so nothing is"):
+        submit(recorder, 5, sums(0.0, []), window=3)
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+
+
 def test_record() -> None:
     recorder, records = recorder_and_records()
     submit(recorder, 1, sums(6.0, [3, 4, 5]), window=3)
@@ -138,7 +156,7 @@ def test_samples_that_are_missing_are_our_own_mistake() -> None:
 @pytest.mark.parametrize("ids, loss", [([1, 2, 3], 2.0), ([], 0.0)], ids=["some", "none left"])
 def test_unreadable_samples_are_left_out_of_the_mean(ids: list[int], loss: float) -> None:
     recorder, records = recorder_and_records(exact=False)
-    submit(recorder, 1, sums(2.0 * len(ids), ids), window=4)
+    submit(recorder, 1, sums(2.0 * len(ids), ids), window=len(ids) + 1)
     assert records[0]["loss"] == loss
 
 

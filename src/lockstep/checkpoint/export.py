@@ -66,7 +66,8 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
     except (OSError, SafetensorError) as exc:
         partial.unlink(missing_ok=True)
         raise UserError(
-            f"cannot write {path}: {exc}. Make room and run the same command again"
+            f"cannot write {path}: {exc}. Make room, or choose another place, and run the same command "
+            "again"
         ) from exc
 
 

@@ -197,7 +197,18 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
             f"{lanes - chunks % lanes} of them idle in the last of {accumulation} rounds"
         )
 
-    warmup = min(round(config.schedule.warmup_epochs * steps_per_epoch), total_steps // 2)
+    asked_warmup = round(config.schedule.warmup_epochs * steps_per_epoch)
+    warmup = min(asked_warmup, total_steps // 2)
+    if warmup < asked_warmup:
+        notes.append(
+            f"schedule.warmup_epochs = {config.schedule.warmup_epochs:g} would be {asked_warmup:,} of "
+            f"{total_steps:,} steps: cut to half of them"
+        )
+    if batch.global_batch > data.num_train:
+        notes.append(
+            f"batch.global = {batch.global_batch} is more than the {data.num_train:,} images there are: "
+            "each step takes all of them, and no more"
+        )
     peak, rule = peak_lr(config)
     if config.stop_at is not None and config.stop_at > total_steps:
         problems.append(f"stop_at = {config.stop_at} is after the last step {total_steps}")
@@ -502,10 +513,13 @@ def _check_strategy(
             notes.append(f"{name}: torchao compiles its update, for which the first step waits")
     if s.reduce != "auto" and strategy != "ddp":
         problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
+    if s.name in ("single", "dp", "ddp") and s.shard != "none":
+        problems.append(f"strategy.shard = {s.shard} needs strategy=fsdp or hsdp, not {strategy}")
     if s.wrap == "model" and (s.name not in ("fsdp", "hsdp") or s.shard == "full"):
         problems.append(
             "strategy.wrap = model gathers all parameters before forward and keeps them to the end of "
-            "backward: it needs strategy=fsdp (or hsdp) with strategy.shard=grad_op"
+            f"backward: it needs strategy=fsdp (or hsdp) with strategy.shard=grad_op, not strategy={s.name} "
+            f"with strategy.shard={s.shard}"
         )
     elif s.wrap == "model" and s.prefetch > 1:
         notes.append(

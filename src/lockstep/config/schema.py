@@ -421,7 +421,8 @@ class Config(Section):
     )
     compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
         description="off; default: torch.compile; graphs: and each forward and backward pass "
-        "recorded as one CUDA graph (not with dp or hsdp; the plan says what else is against it); max: and kernels chosen by trial, which takes minutes; "
+        "recorded as one CUDA graph (not with dp or hsdp; the plan says what else is against it); "
+        "max: and kernels chosen by trial, which takes minutes; "
         "auto: graphs or default on a GPU, for runs of 1,000 steps and more"
     )
     run: Run

@@ -125,10 +125,16 @@ class Filler:
         return image
 
     def read(self, index: int) -> bytes:
-        """The file; raises DecodeError."""
+        """The file; raises DecodeError, or UserError where not this file alone is gone."""
         try:
             return self.source.read(index)
         except OSError as error:
+            folder = self.source.folder
+            if gone := [f for f in (folder.parent, folder) if not f.exists()]:
+                raise UserError(
+                    f"data.root = {folder.parent}: {gone[0]} is gone: bring it back (is it mounted?) "
+                    "and run the same command, which goes on from the newest checkpoint"
+                ) from error
             raise DecodeError(error.strerror or str(error)) from error
 
     def refused(self, index: int, error: DecodeError) -> str:

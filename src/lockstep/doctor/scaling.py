@@ -108,14 +108,14 @@ def _without_sharing(row: Record) -> tuple[Any, ...]:
 def header() -> str:
     """Of the columns of :func:`line`."""
     return (
-        f"{'model':<22} {'way':<42} {'GPUs':>4} {'images/s':>9} {'speed-up':>8} {'efficiency':>10} "
+        f"{'model':<22} {'way':<54} {'GPUs':>4} {'images/s':>9} {'speed-up':>8} {'efficiency':>10} "
         f"{'memory':>9} {'exposed communication':>22}"
     )
 
 
 def line(row: Mapping[str, Any]) -> str:
     """A row as :func:`with_speed_up` gives it."""
-    start = f"{row['model']:<22} {way_of(row):<42} {row['processes']:>4}"
+    start = f"{row['model']:<22} {way_of(row):<54} {row['processes']:>4}"
     if "error" in row:
         return f"{start} {row['error']}"
     speed_up = "" if row["speed_up"] is None else f"{row['speed_up']:.2f}x"

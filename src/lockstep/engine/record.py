@@ -20,6 +20,7 @@ from lockstep import dist
 from lockstep.checkpoint.store import Store
 from lockstep.engine.guard import PHASES, StepGuard, StragglerWatch
 from lockstep.engine.step import DIGEST_PARTS, StepSums, digest_text
+from lockstep.errors import UserError
 from lockstep.telemetry import Telemetry
 
 
@@ -68,6 +69,7 @@ class Recorder:
         self._last_seconds = [0.0] * len(PHASES)
         """This rank's own seconds of the last finished step: those of the current one are not
         known before the device has done it."""
+        self._told_of_missing = False
         self.stop_requested = False
         self.regroup_requested = False
         self.restart_clock()
@@ -152,6 +154,17 @@ class Recorder:
         record["loss"] = loss / max(samples, 1.0)
         record["grad_norm"] = norm
         record["sample_digest"] = digest_text(digest)
+        if not round(samples) and item.window > 1:  # a lone image, at an epoch's end, may be broken
+            raise UserError(
+                f"step {record['step']}: none of its {item.window} images can be read, so nothing is "
+                "saved of it: look at them with python scripts/prepare_data.py check"
+            )
+        if (missing := item.window - round(samples)) and not self._told_of_missing:
+            self._told_of_missing = True
+            self._telemetry.message(
+                f"step {record['step']}: {missing} of its {item.window} images cannot be read and are "
+                "left out; the end of the run names all such images"
+            )
         self._telemetry.step(record)
         self.stop_requested |= stop > 0
         self.regroup_requested |= regroup > 0

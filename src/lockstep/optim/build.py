@@ -96,7 +96,7 @@ def _check_name(name: str) -> None:
     if lower in known:
         return
     names = sorted({*_torch_optimizers(), *known} - _UNFIT.keys())
-    close = difflib.get_close_matches(lower, names, n=3)
+    close = difflib.get_close_matches(lower, names, n=4)
     hint = f"did you mean {', '.join(close)}?" if close else f"one of {', '.join(names)}"
     raise UserError(f"optimizer.name = {name}: neither torch nor timm has it; {hint}")
 
