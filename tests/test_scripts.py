@@ -126,7 +126,7 @@ def test_a_run_that_met_an_unreadable_image_goes_on_without_it(
 ) -> None:
     images = shutil.copytree(few_digits, tmp_path / "images")
     assert trained(tmp_path, images, "it", "stop_at=3") == 85
-    for path in images.glob("train/*/*"):
+    for path in sorted(images.glob("train/*/*"))[::2]:
         path.write_bytes(bytes(path.stat().st_size))
     capsys.readouterr()
     assert trained(tmp_path, images, "it", "steps=6") == 2
@@ -134,7 +134,8 @@ def test_a_run_that_met_an_unreadable_image_goes_on_without_it(
     assert trained(tmp_path, images, "it", "data.cache=off") == 2
     assert "or set data.on_error=skip to go on without such images" in capsys.readouterr().err
     assert trained(tmp_path, images, "it", "data.cache=off", "data.on_error=skip") == 0
-    assert "resumed from step-3" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "resumed from step-3" in told and "images cannot be read and are left out" in told
 
 
 def test_checkpoint(

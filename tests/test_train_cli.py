@@ -39,6 +39,8 @@ MISTAKES = {
     "unknown option": (["model=vitt"], "model = vitt: no such option; did you mean vit?; options: resnet18,"),
     "unknown option of a sweep": (["-m", "strategy=single,dpp", "run.root=/nonexistent"], "strategy = dpp: no such option"),
     "an option of an experiment": (["experiment=digit"], "did you mean digits?"),
+    "several options of a group": (["strategy=[ddp,fsdp]"], "strategy=[ddp,fsdp]: a group has one option; several need a sweep: python train.py -m strategy=ddp,fsdp"),
+    "a key like no other": (["zzzqqq=1"], "zzzqqq: unknown key or group; python train.py --help lists them"),
     "several values, no sweep": (["seed=1,2"], "python train.py -m seed=1,2"),
     "open bracket": (["augment.scale=[1"], "augment.scale=[1: cannot be read as KEY=VALUE"),
     "no value": (["seed"], "seed: cannot be read as KEY=VALUE"),
@@ -76,10 +78,12 @@ def test_mistakes(
     ("word", "message"),
     [
         ("optimizer.name=adamww", "did you mean adamw"),
-        ("+optimizer.kwargs.foo=1", "unexpected keyword argument 'foo'"),
+        ("optimizer.kwargs.foo=1", "optimizer.kwargs.foo = 1: adamw has no such argument: leave"),
+        ("optimizer.kwargs.betas=abc", "optimizer.name = adamw with {'betas': 'abc'}"),
+        ("model.kwargs.foo=1", "model.kwargs.foo = 1: vit_tiny_patch16_224 has no such argument"),
     ],
 )
-def test_an_optimiser_that_cannot_be_leaves_no_folder(
+def test_what_cannot_be_built_leaves_no_folder(
     cli: Callable[..., tuple[int, str, str]],
     few_digits: Path,
     tmp_path: Path,

@@ -5,8 +5,10 @@ Anything else that escapes is our bug and keeps its traceback. Level 0: every ro
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -36,6 +38,14 @@ class NotBegun(BaseException):
 
 class Regroup(Stopped):
     """Saved everything in order to go on in a group of other size."""
+
+
+def refuse_argument(error: Exception, section: str, name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise UserError where ``error`` says that ``name`` has no argument of this name."""
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if match and match[1] in kwargs:
+        key, value = f"{section}.kwargs.{match[1]}", kwargs[match[1]]
+        raise UserError(f"{key} = {value}: {name} has no such argument: leave it out") from error
 
 
 def exit_code(run: Callable[[], int], stopped: str = "stopped") -> int:

@@ -420,6 +420,15 @@ def test_a_key_without_effect_is_told() -> None:
     assert "strategy.prefetch has no effect" in note
 
 
+def test_what_the_run_is_too_short_or_small_for_is_told() -> None:
+    words = ["steps=10", "schedule.warmup_epochs=1", "batch.global=100"]
+    images = DataFacts(num_train=1000, num_val=10, num_classes=10)
+    (note,) = plan(*words, data=images).notes
+    assert note == "schedule.warmup_epochs = 1 would be 10 of 10 steps: cut to half of them"
+    (note,) = plan("schedule.warmup_epochs=0", "batch.global=1001", data=images).notes
+    assert "batch.global = 1001 is more than the 1,000 images there are" in note
+
+
 def test_where_gradients_are_sent_is_told() -> None:
     words = ["strategy=ddp", "compile=default"]
     assert "strategy.reduce=after" in plan(*words, machine=gpus(8, 80)).text()
@@ -498,6 +507,12 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
             {"machine": EIGHT},
             "strategy.reduce = after needs strategy=ddp, not fsdp",
             id="reduction after nobody's pass",
+        ),
+        pytest.param(
+            ["strategy=ddp", "strategy.shard=grad_op"],
+            {"machine": EIGHT},
+            "strategy.shard = grad_op needs strategy=fsdp or hsdp, not ddp",
+            id="nothing is sharded",
         ),
         pytest.param(
             ["strategy=fsdp", "strategy.wrap=model"],

@@ -214,7 +214,7 @@ def read_command(argv: Sequence[str]) -> Command:
     A relative ``--config-path`` is one of the current folder, not of the folder of ``train.py``.
 
     Raises:
-        UserError: an unknown flag or a flag without its value.
+        UserError: an unknown flag, a flag without its value, or several options of a group.
     """
     parser = get_args_parser()
     parser.error = _flag_error  # type: ignore[method-assign]
@@ -271,7 +271,14 @@ def _flag_error(message: str) -> NoReturn:
 
 def _opened(override: str) -> str:
     """``model.kwargs.depth=6`` with Hydra's ``++``, without which only known names are legal."""
-    key = override.partition("=")[0]
+    key, _, value = override.partition("=")
+    sections = {name.partition(".")[0] for name in schema_fields() if "." in name}
+    if value.startswith("[") and key.lstrip("+~") in sections:
+        # Hydra would lay them over each other.
+        options = value.strip("[]").replace(" ", "")
+        raise UserError(
+            f"{override}: a group has one option; several need a sweep: python train.py -m {key}={options}"
+        )
     opened = any(key == name or key.startswith(name + ".") for name in open_dicts())
     return f"++{override}" if opened and "=" in override else override
 
@@ -291,7 +298,8 @@ def _unknown_key(key: str, conf: Path) -> str:
     names = [group for group, _ in groups(conf)]
     if key in names:
         return f"{key}: this configuration has no group to choose from; set its keys: {key}.KEY=..."
-    return f"{key}: unknown key or group{did_you_mean(key, [*schema_fields(), *names])}"
+    hint = did_you_mean(key, [*schema_fields(), *names])
+    return f"{key}: unknown key or group{hint or '; python train.py --help lists them'}"
 
 
 def _raised_in_hydra(error: Exception) -> bool:

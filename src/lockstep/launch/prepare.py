@@ -47,7 +47,12 @@ def prepare(config: Config, here: Machine) -> Plan:
     # What an optimiser refuses would otherwise be told by the worker, whose folder would be left.
     with torch.device("meta"):
         build_optimizer(nn.Linear(2, 2), config.optimizer, no_decay=set(), fused=False)
-    return make_plan(config, here, data, model)
+    plan = make_plan(config, here, data, model)
+    if config.plan and not Path(config.data.root).exists():
+        plan.notes.append(
+            f"data.root = {config.data.root} does not exist: sizes as {config.data.name} has them"
+        )
+    return plan
 
 
 def data_facts(cfg: Data, *, may_be_absent: bool) -> DataFacts:

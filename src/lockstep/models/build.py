@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep import dist
 from lockstep.config.plan import ModelFacts
 from lockstep.config.schema import Model
-from lockstep.errors import UserError
+from lockstep.errors import UserError, refuse_argument
 from lockstep.models.batchnorm import frozen
 from lockstep.models.deferred import build_deferred
 from lockstep.models.stochastic import seed_by_sample
@@ -236,6 +236,7 @@ def create(cfg: Model, image_size: int, num_classes: int, *, meta: bool) -> nn.M
                 f"not fit ({_first_line(exc)}); connect to the network once, or use "
                 "model.pretrained=false"
             ) from exc
+        refuse_argument(exc, "model", cfg.name, cfg.kwargs)
         # timm refuses arguments in any way it likes.
         raise UserError(
             f"model.name = {cfg.name} with {kwargs} at image_size = {image_size}: "

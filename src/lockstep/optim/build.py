@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.config.schema import Optimizer
 from lockstep.config.sizing import ADAMW_8BIT
-from lockstep.errors import UserError
+from lockstep.errors import UserError, refuse_argument
 
 _UNFIT = {
     "lbfgs": "wants a closure",
@@ -73,6 +73,7 @@ def build_optimizer(
         )
     # Libraries refuse arguments, and machines without what they need, in any way they like.
     except Exception as exc:
+        refuse_argument(exc, "optimizer", cfg.name, cfg.kwargs)
         raise UserError(f"optimizer.name = {cfg.name} with {kwargs}: {exc}") from exc
 
 
