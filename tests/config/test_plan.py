@@ -429,6 +429,13 @@ def test_what_the_run_is_too_short_or_small_for_is_told() -> None:
     assert "batch.global = 1001 is more than the 1,000 images there are" in note
 
 
+def test_a_format_of_gpus_is_told_on_the_cpu() -> None:
+    assert plan("precision=tf32").notes == [
+        "precision = tf32 is fp32 on a CPU: it is a format of GPUs"
+    ]
+    assert plan("precision=tf32", machine=EIGHT).notes == []
+
+
 def test_where_gradients_are_sent_is_told() -> None:
     words = ["strategy=ddp", "compile=default"]
     assert "strategy.reduce=after" in plan(*words, machine=gpus(8, 80)).text()

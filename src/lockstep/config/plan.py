@@ -128,7 +128,8 @@ class Plan:
             ("peak lr", self.lr_rule),
             ("parameters", f"{self.model.parameters / 1e6:.2f} M"),
             ("FLOPs", (f"{self.model.forward_flops / 1e9:.2f} G an image forward, "
-                       f"{flops / 1e12:.2f} T a step")),
+                       + (f"{flops / 1e12:.2f} T" if flops > 1e11 else f"{flops / 1e9:.2f} G")
+                       + " a step")),
             ("memory/device", f"about {total / GIB:.2f} GiB{of} ({parts})"),
             ("compile", self.compile),
             ("decoding", f"{self.threads} thread(s) a process"),
@@ -513,6 +514,8 @@ def _check_strategy(
             notes.append(f"{name}: torchao compiles its update, for which the first step waits")
     if s.reduce != "auto" and strategy != "ddp":
         problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
+    if config.precision.name == "tf32" and device != "cuda":
+        notes.append(f"precision = tf32 is fp32 on a {device.upper()}: it is a format of GPUs")
     if s.name in ("single", "dp", "ddp") and s.shard != "none":
         problems.append(f"strategy.shard = {s.shard} needs strategy=fsdp or hsdp, not {strategy}")
     if s.wrap == "model" and (s.name not in ("fsdp", "hsdp") or s.shard == "full"):

@@ -82,7 +82,9 @@ def writing(path: Path, root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise UserError(f"run.root = {root}: cannot write {path}: {exc.strerror}") from exc
+        raise UserError(
+            f"run.root = {root}: cannot write {path}: {exc.strerror}; make room, or choose another run.root"
+        ) from exc
 
 
 def finished(run_dir: Path, config: Config) -> dict[str, Any] | None:
