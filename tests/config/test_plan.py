@@ -391,6 +391,13 @@ def test_auto(
             id="wrap=model",
         ),
         pytest.param(
+            gpus(8, 40),
+            ["strategy=fsdp", "strategy.shard=grad_op", "strategy.wrap=model",
+             "model.activation_checkpointing=false"],
+            "or model.activation_checkpointing=true strategy.wrap=block (26 GiB)",
+            id="wrap=model, not recomputed",
+        ),
+        pytest.param(
             gpus(1, 80, host=64),
             [],
             "strategy.cpu_offload=true: the processes of a node need about 100 GiB of host memory, "
@@ -565,52 +572,6 @@ def test_micro_batch_by_trying_begins_with_an_estimate() -> None:
         ),
         pytest.param(
             ["compile=graphs", "device=cpu"], {}, "use compile=default", id="graphs on the CPU"
-        ),
-        pytest.param(
-            ["compile=graphs", "strategy=ddp", "strategy.reduce=backward"],
-            {"machine": EIGHT},
-            "cannot be recorded with these settings; use strategy.reduce=after, or compile=default",
-            id="gradients sent in a recorded pass",
-        ),
-        pytest.param(
-            ["compile=graphs", "strategy=ddp", "strategy.sync_batchnorm=true"],
-            {"machine": EIGHT, "model": BATCHNORM},
-            "cannot be recorded with these settings; use strategy.sync_batchnorm=false, or compile=default",
-            id="statistics sent in a recorded pass",
-        ),
-        pytest.param(
-            ["compile=graphs", "strategy=hsdp"],
-            {"machine": EIGHT},
-            "cannot be recorded with these settings; use strategy=ddp, or compile=default",
-            id="parameters sent in a recorded pass",
-        ),
-        pytest.param(
-            ["compile=graphs", "strategy=fsdp", "strategy.cpu_offload=true"],
-            {"machine": EIGHT},
-            "cannot be recorded with these settings; use strategy.cpu_offload=false, or compile=default",
-            id="offloaded parameters in a recorded pass",
-        ),
-        pytest.param(
-            ["compile=graphs", "strategy=fsdp", "batch.global=100"],
-            {"machine": EIGHT},
-            "settings; use a batch.global that micro-batches of all processes share evenly, or compile",
-            id="uneven parts of a recorded step",
-        ),
-        pytest.param(
-            [
-                *("compile=graphs", "strategy=fsdp", "strategy.shard=grad_op"),
-                "batch.global=64",
-                "batch.micro=4",
-            ],
-            {"machine": EIGHT},
-            "cannot be recorded with these settings; use strategy.shard=full, or compile=default",
-            id="gradients kept over recorded passes",
-        ),
-        pytest.param(
-            [*("compile=graphs", "strategy=fsdp"), "launch.nodes=1:4", "launch.rendezvous=a:1"],
-            {"machine": EIGHT},
-            "with these settings; use a fixed launch.nodes, or compile=default",
-            id="a recorded step that other nodes share otherwise",
         ),
         pytest.param(
             ["compile=graphs", "strategy=single", "model.activation_checkpointing=true"],
@@ -789,6 +750,52 @@ def test_text_tells_what_the_user_asks_for() -> None:
 )
 def test_compile(overrides: list[str], facts: dict[str, Any], expected: str) -> None:
     assert plan("compile=auto", *overrides, **facts).compile == expected
+
+
+FSDP = "strategy=fsdp"
+EVENLY = "a batch.global that micro-batches of all processes share evenly"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "instead"),
+    [
+        pytest.param(
+            ["strategy=ddp", "strategy.reduce=backward"],
+            *(MODEL, "strategy.reduce=after"),
+            id="gradients sent in a pass",
+        ),
+        pytest.param(
+            ["strategy=ddp", "strategy.sync_batchnorm=true"],
+            *(BATCHNORM, "strategy.sync_batchnorm=false"),
+            id="statistics sent in a pass",
+        ),
+        pytest.param(["strategy=hsdp"], MODEL, "strategy=ddp", id="sent in two ways"),
+        pytest.param(
+            [FSDP, "strategy.cpu_offload=true"],
+            *(MODEL, "strategy.cpu_offload=false"),
+            id="offloaded parameters",
+        ),
+        pytest.param([FSDP, "batch.global=100"], MODEL, EVENLY, id="uneven parts of a step"),
+        pytest.param(
+            [FSDP, "strategy.shard=grad_op", "batch.global=64", "batch.micro=4"],
+            *(MODEL, "strategy.shard=full"),
+            id="gradients kept over passes",
+        ),
+        pytest.param(
+            [FSDP, "launch.nodes=1:4", "launch.rendezvous=a:1"],
+            *(MODEL, "a fixed launch.nodes"),
+            id="a step that other nodes share otherwise",
+        ),
+    ],
+)
+def test_what_keeps_a_pass_from_being_recorded(
+    overrides: list[str], model: ModelFacts, instead: str
+) -> None:
+    message = f"cannot be recorded with these settings; use {instead}, or compile=default"
+    with pytest.raises(UserError) as caught:
+        plan("compile=graphs", *overrides, machine=EIGHT, model=model)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

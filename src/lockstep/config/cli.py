@@ -233,7 +233,10 @@ def read_command(argv: Sequence[str]) -> Command:
             continue
         flags += [action.option_strings[0]] if value is True else [action.option_strings[0], value]
     completes = bool(args.shell_completion)
-    overrides = args.overrides if completes else [_opened(o) for o in args.overrides]
+    overrides = args.overrides
+    if not completes:
+        _refuse_several_options(overrides)
+        overrides = [_opened(o) for o in overrides]
     return Command(flags, overrides, args.multirun, completes)
 
 
@@ -269,16 +272,22 @@ def _flag_error(message: str) -> NoReturn:
     raise UserError(f"{message}: see python train.py --help")
 
 
+def _refuse_several_options(overrides: Sequence[str]) -> None:
+    """``strategy=[ddp,fsdp]``, which Hydra would lay over each other."""
+    sections = {name.partition(".")[0] for name in schema_fields() if "." in name}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if value.startswith("[") and key.lstrip("+~") in sections:
+            options = value.strip("[]").replace(" ", "")
+            raise UserError(
+                f"{override}: a group has one option; several need a sweep: python train.py -m "
+                f"{key}={options}"
+            )
+
+
 def _opened(override: str) -> str:
     """``model.kwargs.depth=6`` with Hydra's ``++``, without which only known names are legal."""
-    key, _, value = override.partition("=")
-    sections = {name.partition(".")[0] for name in schema_fields() if "." in name}
-    if value.startswith("[") and key.lstrip("+~") in sections:
-        # Hydra would lay them over each other.
-        options = value.strip("[]").replace(" ", "")
-        raise UserError(
-            f"{override}: a group has one option; several need a sweep: python train.py -m {key}={options}"
-        )
+    key = override.partition("=")[0]
     opened = any(key == name or key.startswith(name + ".") for name in open_dicts())
     return f"++{override}" if opened and "=" in override else override
 

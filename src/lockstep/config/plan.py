@@ -187,6 +187,14 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     # A recorded pass keeps its memory; one of another size, at an epoch's end, needs as much again.
     twice = 2 * (whole if tries else micro)
     roomy = sizing.largest_micro(config, layout, twice, model, gpu_bytes) == twice
+    recordable = device == "cuda" and not instead and not config.model.activation_checkpointing
+    mode, records = _resolve_compile(
+        config, strategy, compiles=compiles, roomy=roomy, recordable=recordable
+    )
+    if records and strategy == "fsdp" and world > 1:
+        notes.append(
+            "compile=graphs with strategy=fsdp records what is sent, too: tried on one GPU alone"
+        )
     if batch.global_batch < lanes:
         notes.append(
             f"batch.global = {batch.global_batch} is smaller than {lanes} devices: "
@@ -198,13 +206,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
             f"{lanes - chunks % lanes} of them idle in the last of {accumulation} rounds"
         )
 
-    asked_warmup = round(config.schedule.warmup_epochs * steps_per_epoch)
-    warmup = min(asked_warmup, total_steps // 2)
-    if warmup < asked_warmup:
-        notes.append(
-            f"schedule.warmup_epochs = {config.schedule.warmup_epochs:g} would be {asked_warmup:,} of "
-            f"{total_steps:,} steps: cut to half of them"
-        )
+    warmup = _warmup(config, steps_per_epoch, total_steps, notes)
     if batch.global_batch > data.num_train:
         notes.append(
             f"batch.global = {batch.global_batch} is more than the {data.num_train:,} images there are: "
@@ -219,14 +221,6 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         problems += [problem] if problem else []
     if problems:
         raise UserError("\n".join(problems))
-    recordable = device == "cuda" and not instead and not config.model.activation_checkpointing
-    mode, records = _resolve_compile(
-        config, strategy, compiles=compiles, roomy=roomy, recordable=recordable
-    )
-    if records and strategy == "fsdp" and world > 1:
-        notes.append(
-            "compile=graphs with strategy=fsdp records what is sent, too: tried on one GPU alone"
-        )
     return Plan(
         device=device,
         strategy=strategy,
@@ -292,6 +286,18 @@ def resolve_device(config: Config, machine: Machine) -> str:
             "CUDA_VISIBLE_DEVICES"
         )
     return config.device
+
+
+def _warmup(config: Config, steps_per_epoch: int, total_steps: int, notes: list[str]) -> int:
+    """Steps, at most half of all."""
+    epochs = config.schedule.warmup_epochs
+    asked, most = round(epochs * steps_per_epoch), total_steps // 2
+    if asked > most:
+        notes.append(
+            f"schedule.warmup_epochs = {epochs:g} would be {asked:,} of {total_steps:,} steps: cut to "
+            "half of them"
+        )
+    return min(asked, most)
 
 
 def even_micro(slice_size: int, rounds: int) -> int:
@@ -514,8 +520,6 @@ def _check_strategy(
             notes.append(f"{name}: torchao compiles its update, for which the first step waits")
     if s.reduce != "auto" and strategy != "ddp":
         problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
-    if config.precision.name == "tf32" and device != "cuda":
-        notes.append(f"precision = tf32 is fp32 on a {device.upper()}: it is a format of GPUs")
     if s.name in ("single", "dp", "ddp") and s.shard != "none":
         problems.append(f"strategy.shard = {s.shard} needs strategy=fsdp or hsdp, not {strategy}")
     if s.wrap == "model" and (s.name not in ("fsdp", "hsdp") or s.shard == "full"):
@@ -553,6 +557,8 @@ def _check_strategy(
             f"model.activation_checkpointing = true with compile={config.compile}: torch.compile "
             "cannot recompute BatchNorm without counting its statistics twice; use one of the two"
         )
+    if config.precision.name == "tf32" and device != "cuda":
+        notes.append(f"precision = tf32 is fp32 on a {device.upper()}: it is a format of GPUs")
     if config.precision.name == "fp16" and config.ema.enabled:
         notes.append("fp16: steps skipped by the loss scaler still count as steps")
     if config.precision.name == "fp8":

@@ -256,26 +256,28 @@ def _ways(
 ) -> Iterator[tuple[str, int]]:
     """Changes and the bytes of a GPU with each, what costs least speed first."""
     one = Load(1, 1)
-    told = "strategy={} ({:.0f} GiB)"
+    block = " strategy.wrap=block" if config.strategy.wrap == "model" else ""
+
+    def way(other: Layout, need: int, gpus: str = "", beside: str = "") -> str:
+        return f"strategy={other}{block}{gpus} ({need / GIB:.0f} GiB{beside})"
 
     def with_changes(section: str, change: dict[str, object]) -> Config:
         changed = getattr(config, section).model_copy(update=change)
         return config.model_copy(update={section: changed})
 
-    if config.strategy.wrap == "model":
-        told = "strategy={} strategy.wrap=block ({:.0f} GiB)"
+    if block:
         config = with_changes("strategy", {"wrap": "block"})
         need = needed(config, layout, one, model)
-        yield f"strategy.wrap=block ({need / GIB:.0f} GiB)", need
+        yield f"{block.strip()} ({need / GIB:.0f} GiB)", need
     if not config.model.activation_checkpointing:
         thrifty = with_changes("model", {"activation_checkpointing": True})
         need = needed(thrifty, layout, one, model)
-        yield f"model.activation_checkpointing=true ({need / GIB:.0f} GiB)", need
+        yield f"model.activation_checkpointing=true{block} ({need / GIB:.0f} GiB)", need
     for shard in ("grad_op", "full"):
         other = Layout("fsdp", shard, world)
         if world > 1 and other != layout:
             need = needed(config, other, one, model)
-            yield told.format(other, need / GIB), need
+            yield way(other, need), need
     gpus = next(
         (
             n
@@ -289,7 +291,7 @@ def _ways(
     if gpus is not None:
         other = Layout("fsdp", "full", gpus)
         need = needed(config, other, one, model)
-        yield told.format(other, need / GIB).replace(" (", f" on {gpus} GPUs ("), need
+        yield way(other, need, gpus=f" on {gpus} GPUs"), need
     if config.optimizer.name.lower() in ("adam", "adamw") and not layout.sharded:
         need = needed(with_changes("optimizer", {"name": ADAMW_8BIT}), layout, one, model)
         yield f"optimizer.name={ADAMW_8BIT} ({need / GIB:.0f} GiB)", need
@@ -298,7 +300,7 @@ def _ways(
         host = host_bytes(config, away, world, model)
         if machine.host_memory_bytes is None or host < machine.host_memory_bytes:
             need = needed(config, away, one, model)
-            yield f"{told.format(away, need / GIB)[:-1]}, {host / GIB:.0f} of host memory)", need
+            yield way(away, need, beside=f", {host / GIB:.0f} of host memory"), need
 
 
 def _state_bytes(config: Config) -> float:

@@ -148,18 +148,19 @@ class Recorder:
             item.ready.synchronize()
         norm, loss, samples, *rest = item.host.tolist()
         digest, (stop, regroup, *everyone) = rest[:DIGEST_PARTS], rest[DIGEST_PARTS:]
-        if self._exact and round(samples) != item.window:
+        missing = item.window - round(samples)
+        if self._exact and missing:
             raise AssertionError(f"step of {item.window} samples counted {samples}")
         record = item.record
         record["loss"] = loss / max(samples, 1.0)
         record["grad_norm"] = norm
         record["sample_digest"] = digest_text(digest)
-        if not round(samples) and item.window > 1:  # a lone image, at an epoch's end, may be broken
+        if missing == item.window > 1:  # a lone image, at an epoch's end, may be broken
             raise UserError(
                 f"step {record['step']}: none of its {item.window} images can be read, so nothing is "
                 "saved of it: look at them with python scripts/prepare_data.py check"
             )
-        if (missing := item.window - round(samples)) and not self._told_of_missing:
+        if missing and not self._told_of_missing:
             self._told_of_missing = True
             self._telemetry.message(
                 f"step {record['step']}: {missing} of its {item.window} images cannot be read and are "

@@ -25,7 +25,7 @@ def build_strategy(
     *,
     shard_processes: int,
     accumulation: int,
-    recorded: bool = False,
+    recorded: bool,
 ) -> Strategy:
     """The strategy that the plan resolved ``name`` to."""
     return STRATEGIES[name](

@@ -37,7 +37,7 @@ class Strategy(ABC):
         *,
         shard_processes: int,
         accumulation: int,
-        recorded: bool = False,
+        recorded: bool,
     ) -> None:
         """
         Args:
