@@ -277,7 +277,7 @@ def build_state(
             model,
             config.optimizer,
             no_decay=no_decay_names(model),
-            fused=device.type == "cuda" and not plan.cpu_offload,
+            fused=device.type == "cuda" or plan.cpu_offload,
         )
     )
     state = TrainState(

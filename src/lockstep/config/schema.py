@@ -422,7 +422,7 @@ class Config(Section):
     compile: Literal["auto", "off", "default", "graphs", "max"] = Field(
         description="off; default: torch.compile; graphs: and each forward and backward pass "
         "recorded as one CUDA graph (not with dp or hsdp; the plan says what else is against it); "
-        "max: and kernels chosen by trial, which takes minutes; "
+        "max: and kernels chosen by trial, which takes minutes and seldom pays; "
         "auto: graphs or default on a GPU, for runs of 1,000 steps and more"
     )
     run: Run

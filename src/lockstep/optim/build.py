@@ -49,7 +49,7 @@ def build_optimizer(
     """``sgd``, ``adamw``, any class of torch.optim by name in any case, ``adamw8bit``, else timm's.
 
     Args:
-        fused: use the fused kernel where the optimiser has one (CUDA).
+        fused: use the fused kernel where the optimiser has one.
 
     Raises:
         UserError: unknown name, or arguments that the optimiser refuses.
