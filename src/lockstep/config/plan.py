@@ -10,16 +10,13 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep.config import sizing
+from lockstep.config import passes, refusals, sizing
 from lockstep.config.schema import Config
 from lockstep.config.sizing import GIB, Layout, Load, Machine, ModelFacts
 from lockstep.errors import UserError
 
 __all__ = ["GIB", "DataFacts", "Machine", "ModelFacts", "Plan", "even_micro", "make_plan",
            "replan", "resolve_device"]  # fmt: skip
-
-COMPILING_PAYS_FROM = 1000
-"""Steps. Compiling takes about a minute, which a step of 40 ms earns back in 1,000 to 10,000."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,11 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     world = processes * config.launch.max_nodes
     layout, why = _layout(config, machine, model, device, processes, problems)
     strategy = layout.strategy
-    _check_strategy(config, device, strategy, world, model, problems, notes)
-    _check_data(config, data, device, problems)
+    refusals.check_launch(config, model, problems, notes)
+    refusals.check_strategy(config, strategy, problems, notes)
+    refusals.check_batchnorm(config, device, strategy, world, model, problems, notes)
+    refusals.check_precision(config, device, problems, notes)
+    refusals.check_data(config, data.num_classes, device, problems)
 
     batch = config.batch
     lanes = world * devices_each
@@ -169,7 +169,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     gpu_bytes = machine.gpu_memory_bytes if device == "cuda" else None
     fitting = sizing.largest_micro(config, layout, micro, model, gpu_bytes)
     if tries:
-        _check_tries(config, model, fitting, problems)
+        refusals.check_trial(config, model, fitting, problems)
         micro = even_micro(whole, math.ceil(whole / fitting))
     elif fitting < micro:
         notes.append(
@@ -179,19 +179,21 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     accumulation = max(1, math.ceil(batch.global_batch / (micro * lanes)))
     steps_per_epoch = math.ceil(data.num_train / batch.global_batch)
     total_steps = config.steps or config.epochs * steps_per_epoch
-    compiles = _compiles(config, device, strategy, total_steps, model, machine)
-    after = _reduces_after(config, device, strategy, machine, compiles=compiles)
-    even = world == 1 or batch.global_batch == micro * lanes * accumulation
-    instead = _recording_needs(config, layout, model, accumulation, after=after, even=even)
-    _check_speed(config, device, strategy, problems, instead)
     # A recorded pass keeps its memory; one of another size, at an epoch's end, needs as much again.
     twice = 2 * (whole if tries else micro)
-    roomy = sizing.largest_micro(config, layout, twice, model, gpu_bytes) == twice
-    recordable = device == "cuda" and not instead and not config.model.activation_checkpointing
-    mode, records = _resolve_compile(
-        config, strategy, compiles=compiles, roomy=roomy, recordable=recordable
+    how = passes.decide(
+        config,
+        device,
+        layout,
+        machine,
+        model,
+        total_steps=total_steps,
+        accumulation=accumulation,
+        even=world == 1 or batch.global_batch == micro * lanes * accumulation,
+        roomy=sizing.largest_micro(config, layout, twice, model, gpu_bytes) == twice,
+        problems=problems,
     )
-    if records and strategy == "fsdp" and world > 1:
+    if how.records and strategy == "fsdp" and world > 1:
         notes.append(
             "compile=graphs with strategy=fsdp records what is sent, too: tried on one GPU alone"
         )
@@ -213,6 +215,9 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
             "each step takes all of them, and no more"
         )
     peak, rule = peak_lr(config)
+    milestones = list(config.schedule.milestones)
+    if milestones != sorted(milestones):
+        problems.append(f"schedule.milestones = {milestones}: not ascending")
     if config.stop_at is not None and config.stop_at > total_steps:
         problems.append(f"stop_at = {config.stop_at} is after the last step {total_steps}")
     threads = config.data.workers or max(1, machine.cores // processes)
@@ -243,9 +248,9 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
         peak_lr=peak,
         lr_rule=rule,
         image_size=config.model.image_size or config.data.image_size,
-        compile=mode,
-        reduce="after" if after else "backward",
-        records=records,
+        compile=how.compile,
+        reduce=how.reduce,
+        records=how.records,
         threads=threads,
         data=data,
         model=model,
@@ -305,88 +310,6 @@ def even_micro(slice_size: int, rounds: int) -> int:
     return math.ceil(slice_size / rounds)
 
 
-def _compiles(
-    config: Config,
-    device: str,
-    strategy: str,
-    total_steps: int,
-    model: ModelFacts,
-    machine: Machine,
-) -> bool:
-    """Whether steps are compiled; ``auto``: on a GPU, where the run is long enough to earn it back."""
-    if config.compile != "auto":
-        return config.compile != "off"
-    recomputes = config.model.activation_checkpointing
-    short = total_steps < COMPILING_PAYS_FROM and config.precision.name != "fp8"
-    fails = not machine.compiles or (recomputes and model.has_batchnorm)
-    return not (device != "cuda" or strategy == "dp" or short or fails)
-
-
-def _resolve_compile(
-    config: Config, strategy: str, *, compiles: bool, roomy: bool, recordable: bool
-) -> tuple[str, bool]:
-    """The key ``compile`` with ``auto`` decided, and whether passes are recorded.
-
-    Sharded passes are recorded when ``graphs`` is asked for by name: that has not been run on
-    several GPUs.
-
-    Args:
-        compiles: as :func:`_compiles` says.
-        roomy: the GPU holds activations twice, as a recorded pass beside another may need.
-        recordable: nothing else is against it.
-    """
-    mode = config.compile
-    usual = recordable and strategy != "fsdp"
-    if mode == "auto":
-        mode = "off" if not compiles else "graphs" if usual and roomy else "default"
-    return mode, (mode == "graphs" and recordable) or (mode == "max" and usual)
-
-
-def _reduces_after(
-    config: Config, device: str, strategy: str, machine: Machine, *, compiles: bool
-) -> bool:
-    """Whether DDP sends gradients after the backward pass."""
-    asked = config.strategy.reduce
-    if strategy != "ddp":
-        return False
-    if asked != "auto" or device != "cuda":
-        return asked == "after"
-    # torch's reducer lays gradients elsewhere after its first step, where sums over them may round
-    # otherwise: a resumed ResNet-50 on two GPUs was not the same to the bit.
-    quick = machine.nvlink and config.launch.max_nodes == 1
-    return config.deterministic or config.compile == "graphs" or (compiles and bool(quick))
-
-
-def _recording_needs(
-    config: Config, layout: Layout, model: ModelFacts, accumulation: int, *, after: bool, even: bool
-) -> list[str]:
-    """What to change so that sends between GPUs do not keep a pass from being recorded.
-
-    Args:
-        even: all processes have equally many images in every micro-batch of a full step.
-    """
-    if layout.strategy == "single":
-        return []
-    changes = {
-        "strategy.sync_batchnorm=false": config.strategy.sync_batchnorm and model.has_batchnorm
-    }
-    if layout.strategy == "ddp":
-        changes |= {"strategy.reduce=after": not after}
-    elif layout.strategy == "fsdp":
-        sharded = layout.shard in ("full", "grad_op")
-        changes |= {
-            "strategy.cpu_offload=false": layout.offload,
-            "strategy.shard=full": not sharded or (layout.shard == "grad_op" and accumulation > 1),
-            # NCCL's operations are recorded by all processes or by none.
-            "a batch.global that micro-batches of all processes share evenly": not even,
-            # What is even on some numbers of nodes is not on others.
-            "a fixed launch.nodes": config.launch.elastic,
-        }
-    else:
-        return ["strategy=ddp"]
-    return [word for word, needed in changes.items() if needed]
-
-
 def peak_lr(config: Config) -> tuple[float, str]:
     """Peak learning rate and the rule that gives it, in words.
 
@@ -439,21 +362,6 @@ def _layout(
     return Layout(s.name, shard, shares, s.cpu_offload), ""
 
 
-def _check_tries(config: Config, model: ModelFacts, fitting: int, problems: list[str]) -> None:
-    if config.compile in ("graphs", "max"):
-        problems.append(
-            f"batch.micro = auto with compile={config.compile}: recorded passes keep their memory, "
-            "which the trial does not see: use compile=default, or a number"
-        )
-    if config.strategy.name == "dp":
-        problems.append("batch.micro = auto does not do strategy=dp: use ddp, or a number")
-    if model.has_batchnorm:
-        problems.append(
-            "batch.micro = auto: BatchNorm's statistics are those of a micro-batch, so another GPU "
-            f"would give another run: use a number (by the estimate {fitting} fit)"
-        )
-
-
 def _shard_processes(
     config: Config, strategy: str, world: int, per_node: int, problems: list[str]
 ) -> int:
@@ -471,162 +379,3 @@ def _shard_processes(
             f"{', '.join(str(d) for d in range(1, world + 1) if world % d == 0)}"
         )
     return wanted
-
-
-def _check_strategy(
-    config: Config,
-    device: str,
-    strategy: str,
-    world: int,
-    model: ModelFacts,
-    problems: list[str],
-    notes: list[str],
-) -> None:
-    s, launch = config.strategy, config.launch
-    if launch.max_nodes > 1 and launch.rendezvous is None and launch.scheduler == "local":
-        problems.append(
-            f"launch.nodes = {launch.nodes} needs launch.rendezvous=HOST:PORT, an address of one node "
-            "that all nodes reach"
-        )
-    if launch.elastic and config.resume == "never":
-        problems.append(
-            f"resume = never with launch.nodes = {launch.nodes}: a group that forms anew must go "
-            "on; leave out resume=never, and choose another run.name to start over"
-        )
-    if launch.elastic:
-        notes.append(
-            f"launch.nodes = {launch.nodes}: planned for {launch.max_nodes}; with fewer a step "
-            "takes longer, and the global batch stays"
-        )
-        if model.has_batchnorm and config.batch.micro_batch is None:
-            notes.append("set batch.micro: else BatchNorm's batches change with the nodes")
-    if rendezvous := launch.rendezvous:
-        host, _, port = rendezvous.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            problems.append(f"launch.rendezvous = {rendezvous}: expected HOST:PORT")
-    if s.name == "hsdp" and s.shard == "none":
-        problems.append("strategy.shard = none with strategy=hsdp: that is strategy=ddp")
-    if s.cpu_offload and strategy not in ("fsdp", "hsdp"):
-        problems.append(f"strategy.cpu_offload = true needs strategy=fsdp, not {strategy}")
-    if config.optimizer.name.lower() == sizing.ADAMW_8BIT:
-        name = f"optimizer.name = {config.optimizer.name}"
-        if strategy in ("fsdp", "hsdp"):
-            problems.append(
-                f"{name} with strategy={strategy}: its blocks of 256 values would change with the "
-                "shards, and the run with them: use strategy=ddp or single, or optimizer=adamw, "
-                "whose state is sharded"
-            )
-        else:
-            notes.append(f"{name}: torchao compiles its update, for which the first step waits")
-    if s.reduce != "auto" and strategy != "ddp":
-        problems.append(f"strategy.reduce = {s.reduce} needs strategy=ddp, not {strategy}")
-    if s.name in ("single", "dp", "ddp") and s.shard != "none":
-        problems.append(f"strategy.shard = {s.shard} needs strategy=fsdp or hsdp, not {strategy}")
-    if s.wrap == "model" and (s.name not in ("fsdp", "hsdp") or s.shard == "full"):
-        problems.append(
-            "strategy.wrap = model gathers all parameters before forward and keeps them to the end of "
-            f"backward: it needs strategy=fsdp (or hsdp) with strategy.shard=grad_op, not strategy={s.name} "
-            f"with strategy.shard={s.shard}"
-        )
-    elif s.wrap == "model" and s.prefetch > 1:
-        notes.append(
-            "strategy.prefetch has no effect with strategy.wrap=model: nothing is left to gather"
-        )
-    if s.meta_init and strategy not in ("fsdp", "hsdp"):
-        problems.append(f"strategy.meta_init = true needs strategy=fsdp, not {strategy}")
-    if s.sync_batchnorm and not model.has_batchnorm:
-        notes.append("strategy.sync_batchnorm has no effect: the model has no BatchNorm")
-    elif s.sync_batchnorm and strategy in ("single", "dp"):
-        notes.append(f"strategy.sync_batchnorm has no effect with strategy={strategy}")
-    elif s.sync_batchnorm and device == "cpu":
-        problems.append(
-            "strategy.sync_batchnorm = true needs GPUs, torch has none for the CPU: set it to "
-            "false, and batch.micro to get statistics that do not depend on the processes"
-        )
-    elif model.has_batchnorm and config.batch.micro_batch is None and world > 1:
-        notes.append(
-            "BatchNorm statistics are per micro-batch: set batch.micro to get the same curve at "
-            "another number of processes"
-        )
-    if (
-        config.compile not in ("off", "auto")
-        and config.model.activation_checkpointing
-        and model.has_batchnorm
-    ):
-        problems.append(
-            f"model.activation_checkpointing = true with compile={config.compile}: torch.compile "
-            "cannot recompute BatchNorm without counting its statistics twice; use one of the two"
-        )
-    if config.precision.name == "tf32" and device != "cuda":
-        notes.append(f"precision = tf32 is fp32 on a {device.upper()}: it is a format of GPUs")
-    if config.precision.name == "fp16" and config.ema.enabled:
-        notes.append("fp16: steps skipped by the loss scaler still count as steps")
-    if config.precision.name == "fp8":
-        notes.append("fp8 saves memory; on an H200 it was slower than precision=bf16 up to ViT-H")
-
-
-def _check_speed(
-    config: Config, device: str, strategy: str, problems: list[str], without_sends: list[str]
-) -> None:
-    graphs = f"compile = {config.compile}"
-    if config.compile == "graphs" and device != "cuda":
-        problems.append(f"{graphs} needs a GPU, and device is {device}: use compile=default")
-    elif config.compile == "graphs" and without_sends:
-        problems.append(
-            f"{graphs} with strategy={strategy}: what is sent between GPUs within a pass cannot be "
-            f"recorded with these settings; use {' and '.join(without_sends)}, or compile=default"
-        )
-    elif config.compile == "graphs" and config.model.activation_checkpointing:
-        problems.append(
-            f"{graphs}: model.activation_checkpointing = true cannot be recorded; use "
-            "compile=default"
-        )
-    if config.precision.name == "fp8" and device != "cuda":
-        problems.append(
-            f"precision = fp8 needs a GPU with 8-bit tensor cores, and device is {device}: use "
-            "precision=bf16"
-        )
-    elif config.precision.name == "fp8" and config.compile == "off":
-        problems.append(
-            "precision = fp8 with compile=off is slower than precision=bf16: scaling and rounding "
-            "are kernels of their own then; use compile=auto"
-        )
-
-
-def _check_data(config: Config, data: DataFacts, device: str, problems: list[str]) -> None:
-    if data.num_classes < 2:
-        problems.append(f"data.root = {config.data.root} has {data.num_classes} class: at least 2")
-    for name, (low, high) in {"scale": config.augment.scale, "ratio": config.augment.ratio}.items():
-        if low > high or low <= 0:
-            problems.append(f"augment.{name} = [{low}, {high}]: expected 0 < low <= high")
-    if config.data.cache == "gpu" and config.augment.policy != "none":
-        problems.append(
-            f"data.cache = gpu does not do augment.policy = {config.augment.policy}: use "
-            "data.cache=ram or augment.policy=none"
-        )
-    if config.data.cache == "gpu" and device != "cuda":
-        problems.append(
-            f"data.cache = gpu needs an NVIDIA GPU, and device is {device}: use data.cache=ram"
-        )
-    if config.data.decode in ("gpu", "hybrid"):
-        what = f"data.decode = {config.data.decode}"
-        if config.augment.policy != "none":
-            problems.append(
-                f"{what} does not do augment.policy = {config.augment.policy}: use data.decode=cpu "
-                "or augment.policy=none"
-            )
-        if config.data.cache in ("ram", "gpu"):
-            problems.append(
-                f"{what}: data.cache = {config.data.cache} holds decoded images; use one"
-            )
-        if device != "cuda":
-            problems.append(
-                f"{what} needs an NVIDIA GPU, and device is {device}: use data.decode=auto"
-            )
-    if config.data.gpu_share is not None and config.data.decode != "hybrid":
-        problems.append(
-            f"data.gpu_share = {config.data.gpu_share} is for data.decode=hybrid, and it is "
-            f"{config.data.decode}"
-        )
-    if list(config.schedule.milestones) != sorted(config.schedule.milestones):
-        problems.append(f"schedule.milestones = {list(config.schedule.milestones)}: not ascending")
