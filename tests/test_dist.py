@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from typing import Any
@@ -109,6 +110,32 @@ def join_and_leave(group_of_one: bool) -> list[Any]:
 def test_join_and_leave(pool: Any, world: int, group_of_one: bool, expected: Any) -> None:
     assert pool(world, join_and_leave, group_of_one) == [[expected] * 2] * world
     assert not torch_dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "device_type, name",
+    [
+        pytest.param("cpu", "gloo:all_reduce", id="gloo"),
+        pytest.param(
+            *("cuda", "nccl:all_reduce"),
+            id="NCCL",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_flight_record(device_type: str, name: str) -> None:
+    """torch has one recorder for NCCL and one for all else."""
+    assert dist.flight_record() is None
+    device = dist.init(device_type, 60, group_of_one=True)
+    try:
+        dist.all_reduce_sum_(torch.ones(2, device=device)).tolist()
+        record = json.loads(dist.flight_record() or "{}")
+    finally:
+        dist.shutdown()
+    assert name in [entry["profiling_name"] for entry in record["entries"]]
 
 
 def sums(sizes: list[tuple[int, ...]]) -> list[Any]:

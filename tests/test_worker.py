@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from lockstep import dist, worker
+from lockstep.engine.state import TrainState
 from lockstep.errors import UserError
 from tests.runs import NeverStop, configure, plan_of, train_one_rank
 
@@ -106,6 +107,16 @@ def test_python_does_not_look_for_garbage_within_steps(few_digits: Path, tmp_pat
     assert gc.isenabled()
 
 
+def built(few_digits: Path, *words: str) -> TrainState:
+    """State of a process that is alone in its group."""
+    config = configure(*SMALL, f"data.root={few_digits}", *words)
+    device = dist.init("cpu", 60, group_of_one=True)
+    try:
+        return worker.build_state(config, plan_of(config), device)[0]
+    finally:
+        dist.shutdown()
+
+
 @pytest.mark.parametrize(("wrap", "by_block"), [("block", True), ("model", False)])
 def test_what_fsdp_leaves_to_the_compiler(
     few_digits: Path, monkeypatch: pytest.MonkeyPatch, wrap: str, by_block: bool
@@ -113,13 +124,15 @@ def test_what_fsdp_leaves_to_the_compiler(
     told: list[bool] = []
     monkeypatch.setattr(worker, "compile_in_place", lambda *_, **how: told.append(how["by_block"]))
     words = ["strategy=fsdp", "strategy.shard=grad_op", f"strategy.wrap={wrap}", "compile=default"]
-    config = configure(*SMALL, f"data.root={few_digits}", *words)
-    device = dist.init("cpu", 60, group_of_one=True)
-    try:
-        worker.build_state(config, plan_of(config), device)
-    finally:
-        dist.shutdown()
+    built(few_digits, *words)
     assert told == [by_block]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_an_offloaded_update_is_one_kernel(few_digits: Path, offload: bool) -> None:
+    """On a CPU alone it is not: runs there go on as they began."""
+    words = ["strategy=fsdp", f"strategy.cpu_offload={offload}", "optimizer=adamw"]
+    assert bool(built(few_digits, *words).optimizer.defaults["fused"]) is offload
 
 
 class Recorder:

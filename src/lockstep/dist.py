@@ -6,6 +6,7 @@ Level 1.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -146,13 +147,20 @@ def broadcast_(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flight_record() -> str | None:
-    """The last collectives of this process as JSON (torch's flight recorder), if it has any."""
-    c10d = torch._C._distributed_c10d
-    dump = getattr(c10d, "_dump_fr_trace_json", getattr(c10d, "_dump_nccl_trace_json", None))
-    if dump is None or not is_distributed():
+    """The last collectives of this process as JSON (torch's flight recorder), if it has any.
+
+    torch keeps those of NCCL apart from gloo's, in a recorder of their own; they come first.
+    """
+    if not is_distributed():
         return None
-    record = dump(True, False)
-    return record.decode() if isinstance(record, bytes) else str(record)
+    record: dict[str, Any] = {}
+    entries: list[Any] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            record |= json.loads(dump(True, False))
+            entries += record.pop("entries", [])
+    return json.dumps(record | {"entries": entries})
 
 
 def any_rank(flag: bool) -> bool:

@@ -127,6 +127,13 @@ def test_fused_where_sharded_tensors_have_it(name: str, fused: bool | None) -> N
     assert optimizer.defaults["fused"] is fused
 
 
+@pytest.mark.parametrize("another", ["foreach", "differentiable"])
+def test_not_fused_where_another_way_is_asked_for(another: str) -> None:
+    cfg = config("adamw", kwargs={another: True})
+    optimizer = build_optimizer(network(), cfg, no_decay=set(), fused=True)
+    assert not optimizer.defaults["fused"] and optimizer.defaults[another]
+
+
 @pytest.mark.parametrize(
     "name, changes, message",
     [

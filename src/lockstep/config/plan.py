@@ -1,4 +1,4 @@
-"""The plan of a run: all arithmetic and every refusal, before anything starts.
+"""The plan of a run: all arithmetic, and every refusal in one message, before anything starts.
 
 Pure functions of the typed configuration and of plain facts about the machine, the data and the
 model; imports no torch, so that it can be tested and printed anywhere.
@@ -154,6 +154,7 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
     refusals.check_batchnorm(config, device, strategy, world, model, problems, notes)
     refusals.check_precision(config, device, problems, notes)
     refusals.check_data(config, data.num_classes, device, problems)
+    refusals.check_schedule(config, problems)
 
     batch = config.batch
     lanes = world * devices_each
@@ -215,9 +216,6 @@ def make_plan(config: Config, machine: Machine, data: DataFacts, model: ModelFac
             "each step takes all of them, and no more"
         )
     peak, rule = peak_lr(config)
-    milestones = list(config.schedule.milestones)
-    if milestones != sorted(milestones):
-        problems.append(f"schedule.milestones = {milestones}: not ascending")
     if config.stop_at is not None and config.stop_at > total_steps:
         problems.append(f"stop_at = {config.stop_at} is after the last step {total_steps}")
     threads = config.data.workers or max(1, machine.cores // processes)

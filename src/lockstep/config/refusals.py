@@ -177,3 +177,10 @@ def check_data(config: Config, num_classes: int, device: str, problems: list[str
             f"data.gpu_share = {config.data.gpu_share} is for data.decode=hybrid, and it is "
             f"{config.data.decode}"
         )
+
+
+def check_schedule(config: Config, problems: list[str]) -> None:
+    """Milestones of the learning rate."""
+    milestones = list(config.schedule.milestones)
+    if milestones != sorted(milestones):
+        problems.append(f"schedule.milestones = {milestones}: not ascending")

@@ -125,14 +125,15 @@ class TrainState:
             for name, parameter in self.model.named_parameters()
             if (numbers := _numbers(self.optimizer.state.get(parameter, {})))
         }
-        return {"state": states, "groups": [_numbers(g) for g in self.optimizer.param_groups]}
+        groups = [_no_flags(_numbers(group)) for group in self.optimizer.param_groups]
+        return {"state": states, "groups": groups}
 
     def _adopt_optimizer_numbers(self, numbers: dict[str, Any]) -> None:
         parameters = dict(self.model.named_parameters())
         for name, values in numbers["state"].items():
             self.optimizer.state[parameters[name]].update(values)
         for group, values in zip(self.optimizer.param_groups, numbers["groups"], strict=True):
-            group.update(values)
+            group.update(_no_flags(values))  # of older checkpoints
 
 
 def _plain(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -145,3 +146,8 @@ def _plain(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if isinstance(v, int | float)}
+
+
+def _no_flags(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Which kernel updates (``fused``) follows from the configuration and the device."""
+    return {k: v for k, v in numbers.items() if not isinstance(v, bool)}

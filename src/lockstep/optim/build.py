@@ -63,7 +63,8 @@ def build_optimizer(
         k: tuple(v) if isinstance(v, list) else v for k, v in cfg.kwargs.items()
     }
     # FSDP's DTensors have no fused SGD kernel; Adam's work.
-    if fused and cls in (torch.optim.Adam, torch.optim.AdamW):
+    another = kwargs.get("foreach") or kwargs.get("differentiable")
+    if fused and not another and cls in (torch.optim.Adam, torch.optim.AdamW):
         kwargs.setdefault("fused", True)
     try:
         if cls is not None:
