@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 
 from lockstep.doctor.bench import (
-    Case,
     Matrix,
     Record,
     cases_of,
@@ -28,15 +27,15 @@ from lockstep.doctor.bench import (
     environment,
     header,
     line,
-    measure,
     read,
+    rows_of,
     way_of,
 )
 from lockstep.doctor.chart import chart
 from lockstep.doctor.clock import Effort
-from lockstep.doctor.door import add_effort, fraction, names, positive, save_json, write
 from lockstep.doctor.peers import PEERS
 from lockstep.doctor.profile import table
+from lockstep.door import add_effort, fraction, names, positive, save_json, write
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -69,11 +68,7 @@ def run_bench(argv: list[str]) -> int:
     cases = list(cases_of(CONF, matrix))
     result = environment() | {"rows": list[Record]()}
     print(header(), flush=True)
-    for case in cases:
-        if isinstance(case, Case):
-            row = measure(case, effort, timeout_seconds=args.timeout, reuse=args.reuse)
-        else:
-            row = case[0] | {"error": f"refused: {case[1]}"}
+    for row in rows_of(cases, effort, timeout_seconds=args.timeout, reuse=args.reuse):
         result["rows"].append(row)
         print(line(row), flush=True)
         save_json(args.json, result)  # each time: the next may be the last

@@ -13,7 +13,6 @@ packed form (short side 256) is made in a temporary folder. Peers that are not i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -42,6 +41,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.nvjpeg import share_for_gpu
 from lockstep.data.pack import pack
 from lockstep.data.sampler import window_slices
+from lockstep.door import save_json
 from lockstep.engine.graphs import PassGraphs
 from lockstep.errors import EXIT_OK, UserError, exit_code
 from lockstep.models.fast import compile_in_place
@@ -80,9 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     result = growth(args) if args.growth else speed(args)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result | {"machine": machine(args)}, indent=1) + "\n")
+    save_json(args.json, result | {"machine": machine(args)})
     return EXIT_OK
 
 

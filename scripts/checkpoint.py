@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.checkpoint.manage import Entry, best, prune, step_folder, survey
+from lockstep.door import positive
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 
 
@@ -49,13 +50,6 @@ def main(argv: list[str] | None = None) -> int:
     whole.set_defaults(do=consolidate)
     args = parser.parse_args(argv)
     return exit_code(lambda: int(args.do(args)))
-
-
-def positive(text: str) -> int:
-    """An argument that is 1 or more."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
 
 
 def show(run: Path) -> int:

@@ -9,7 +9,6 @@ exit codes: 0 nothing is lost, 1 a run is LOST, 2 a mistake
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from lockstep.door import positive, save_json
 from lockstep.drill import FILES, PLACES_OF, RANKS, Cell, all_cells, prepare, run_cells, table
 from lockstep.drill.faults import PLACES
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
@@ -39,15 +39,15 @@ def main(argv: list[str] | None = None) -> int:
         dest="asynchronous",
         help="save behind the training, as on GPUs",
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cells at the same time")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="cells at the same time"
+    )
     parser.add_argument("--folder", type=Path, help="where the runs live; default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there, too")
     args = parser.parse_args(argv)
     only = [name.strip() for name in args.only.split(",") if name.strip()]
     if unknown := [name for name in only if name not in PLACES_OF]:
         parser.error(f"--only {unknown[0]}: must be of {faults}")
-    if args.jobs < 1:
-        parser.error(f"--jobs {args.jobs}: must be 1 or more")
     cells = all_cells(only, args.rank, args.place)
     if not cells:
         parser.error("no fault of --only strikes this --rank at this --place")
@@ -67,9 +67,8 @@ def run(args: argparse.Namespace, cells: list[Cell], folder: Path) -> int:
         where = f"{len(outcomes)}/{len(cells)}  {cell}"
         print(f"{where}: {outcome.verdict}, {outcome.why} ({seconds:.0f} s)", flush=True)
     print("\n" + table(outcomes, time.monotonic() - began))
-    if args.json is not None:
-        told = [asdict(cell) | asdict(o) | {"seconds": round(s, 1)} for cell, o, s in outcomes]
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+    told = [asdict(cell) | asdict(o) | {"seconds": round(s, 1)} for cell, o, s in outcomes]
+    save_json(args.json, told)
     if any(outcome.verdict == "LOST" for _, outcome, _ in outcomes):
         print(f"the runs are in {folder}")
         return EXIT_FAILURE

@@ -8,12 +8,11 @@ python scripts/evaluate.py model.safetensors --data /my/images --json figures.js
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from lockstep.durable import atomic_write
-from lockstep.errors import EXIT_OK, UserError, exit_code
+from lockstep.door import positive, save_json
+from lockstep.errors import EXIT_OK, exit_code
 from lockstep.evaluation import evaluate_weights, read_weights
 
 
@@ -38,13 +37,14 @@ def main(argv: list[str] | None = None) -> int:
         help="auto: the averaged ones where there are any",
     )
     parser.add_argument(
-        "--batch", type=int, metavar="N", help="images in a forward pass; default: the run's own"
+        "--batch",
+        type=positive,
+        metavar="N",
+        help="images in a forward pass; default: the run's own",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args(argv)
-    if args.batch is not None and args.batch < 1:
-        parser.error(f"--batch {args.batch}: must be 1 or more")
     return exit_code(lambda: evaluate(args))
 
 
@@ -52,21 +52,11 @@ def evaluate(args: argparse.Namespace) -> int:
     """Evaluate, print and write the figures."""
     weights = read_weights(args.where, args.weights)
     done = evaluate_weights(weights, root=args.data, batch=args.batch, device=args.device)
-    if args.json is not None:
-        write_json(args.json, done.to_json())
+    save_json(args.json, done.to_json())
     for note in [*weights.notes, *done.notes]:
         print(note, file=sys.stderr)
     print(done.text())
     return EXIT_OK
-
-
-def write_json(path: Path, values: dict[str, object]) -> None:
-    """Write plain values; raises UserError where the file system refuses."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, (json.dumps(values, indent=2) + "\n").encode())
-    except OSError as exc:
-        raise UserError(f"--json {path}: cannot be written ({exc.strerror})") from exc
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ python scripts/prepare_data.py verify /path/to/packed
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -32,8 +31,9 @@ from lockstep.data.check import SplitReport
 from lockstep.data.check import check as read_through
 from lockstep.data.pack import Progress as DataProgress
 from lockstep.data.sheet import contact_sheet
-from lockstep.data.source import some
-from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError, exit_code
+from lockstep.door import positive, save_json
+from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError, exit_code, some
+from lockstep.machine import cores
 
 WIDTH = 100
 """Columns of the table of ``check`` at most."""
@@ -116,8 +116,7 @@ def check(root: Path, json_to: Path | None, sheet_to: Path | None) -> int:
     with progress_line("images") as progress:
         reports = read_through(root, progress=progress)
     print_reports(reports)
-    if json_to is not None:
-        json_to.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n")
+    save_json(json_to, [asdict(report) for report in reports])
     if sheet_to is not None:
         contact_sheet(root, reports).save(page := BytesIO(), "PNG")
         sheet_to.write_bytes(page.getvalue())
@@ -262,7 +261,7 @@ def pack(args: argparse.Namespace) -> int:
             max_side=args.max_side,
             quality=args.quality,
             shard_bytes=args.shard_mib * 2**20,
-            threads=args.threads or len(os.sched_getaffinity(0)),
+            threads=args.threads or cores(),
             on_error=args.on_error,
             progress=line.show,
         )
@@ -335,9 +334,7 @@ def verify(out: Path, threads: int | None) -> int:
     from lockstep.data.packed import verify as verify_splits
 
     with progress_line("bytes") as progress:
-        splits = verify_splits(
-            out, threads=threads or len(os.sched_getaffinity(0)), progress=progress
-        )
+        splits = verify_splits(out, threads=threads or cores(), progress=progress)
     for split in splits:
         for line in split.damage:
             print(f"damaged: {split.split}: {visible(line)}")
@@ -346,13 +343,6 @@ def verify(out: Path, threads: int | None) -> int:
             f"{split.split}: {split.num_images:,} images, {split.num_bytes / 1e9:.3f} GB, {state}"
         )
     return EXIT_USER_ERROR if any(split.damage for split in splits) else EXIT_OK
-
-
-def positive(text: str) -> int:
-    """An argument that is 1 or more."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
 
 
 def visible(text: str) -> str:

@@ -19,10 +19,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.doctor.bench import Case, Record, environment, measure
+from lockstep.doctor.bench import Record, environment, rows_of
 from lockstep.doctor.chart import chart
 from lockstep.doctor.clock import Effort
-from lockstep.doctor.door import add_effort, names, positive, save_json, write
 from lockstep.doctor.scaling import (
     SHARING,
     cases_of,
@@ -32,6 +31,7 @@ from lockstep.doctor.scaling import (
     line,
     with_speed_up,
 )
+from lockstep.door import add_effort, names, positive, save_json, write
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 from lockstep.launch.prepare import machine
 
@@ -68,11 +68,7 @@ def run(args: argparse.Namespace) -> int:
     effort = Effort(args.steps, args.repeat, args.warmup, profile=True)
     result, rows = environment(), list[Record]()
     print(header(), flush=True)
-    for case in cases:
-        if isinstance(case, Case):
-            row = measure(case, effort, timeout_seconds=args.timeout, reuse=not args.cold)
-        else:
-            row = case[0] | {"error": f"refused: {case[1]}"}
+    for row in rows_of(cases, effort, timeout_seconds=args.timeout, reuse=not args.cold):
         rows = with_speed_up([*rows, row])
         print(line(rows[-1]), flush=True)
         save_json(args.json, result | {"rows": rows})

@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "src/lockstep"
 LEVELS = {
-    "durable": 0, "errors": 0, "machine": 0, "memory": 0, "parent": 0, "config": 0,
+    "door": 0, "durable": 0, "errors": 0, "machine": 0, "memory": 0, "parent": 0, "config": 0,
     "dist": 1,
     "data": 2, "models": 2, "optim": 2, "metrics": 2,
     "strategy": 3,

@@ -187,7 +187,9 @@ def test_checkpoint(
         pytest.param("consolidate {run} x.safetensors --step 9", "its steps: 3, 4", id="no step"),
         pytest.param("consolidate {run} x.bin", "x.bin: the file's name must end in", id="name"),
         pytest.param("consolidate {run} x.safetensors --weights ema", "--weights ema", id="ema"),
-        pytest.param("prune {run} --keep-last 0", "must be 1 or more", id="keep nothing"),
+        pytest.param(
+            "prune {run} --keep-last 0", "must be a whole number from 1", id="keep nothing"
+        ),
         pytest.param("prune {run}", "--keep-last", id="keep what"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
 
@@ -144,6 +145,11 @@ def broadcast_(tensor: torch.Tensor) -> torch.Tensor:
     if is_distributed():
         torch_dist.broadcast(tensor, src=0)
     return tensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def flight_record() -> str | None:

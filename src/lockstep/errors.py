@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 EXIT_OK = 0
@@ -38,6 +38,13 @@ class NotBegun(BaseException):
 
 class Regroup(Stopped):
     """Saved everything in order to go on in a group of other size."""
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first few of names, and how many there are beside them."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def refuse_argument(error: Exception, section: str, name: str, kwargs: Mapping[str, Any]) -> None:

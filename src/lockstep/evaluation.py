@@ -7,7 +7,6 @@ lies beside the weights, with the parts that training uses.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.source import Source
 from lockstep.engine.evaluate import evaluate
 from lockstep.errors import UserError
+from lockstep.machine import cores
 from lockstep.metrics import EvalResult
 from lockstep.models.build import build
 from lockstep.strategy.precision import lower_residuals, set_matmul_precision
@@ -214,7 +214,7 @@ def evaluate_weights(
     model_config = config.model.model_copy(
         update={"pretrained": False, "activation_checkpointing": False}
     )
-    here = Machine(torch.cuda.device_count(), _cores(), None)
+    here = Machine(torch.cuda.device_count(), cores(), None)
     wanted = config.model_copy(update={"device": device})
     place = torch.device(resolve_device(wanted, here))
     set_matmul_precision(config.precision)
@@ -325,9 +325,3 @@ def _recorded(run_dir: Path, step: int, kind: Kind) -> dict[str, Any]:
         if record["kind"] == "eval" and (record["step"], record["weights"]) == (step, kind):
             return {key: record[key] for key in ("top1", "top5", "loss", "count")}
     return {}
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

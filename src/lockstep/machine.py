@@ -18,6 +18,13 @@ def nvidia_smi(*arguments: str) -> list[str] | None:
     return done.stdout.splitlines()
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cache_folder() -> Path:
     """For what takes long to make. Raises RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"

@@ -769,15 +769,6 @@ def test_more_shards_than_may_be_open(packed_root: Path, monkeypatch: pytest.Mon
     assert reference.read(3) == source.read(3)
 
 
-def test_pickled_small_and_opened_anew(packed_root: Path) -> None:
-    train = PackedSource.open(packed_root, "train")
-    source = PackedSource.open(packed_root, "val", classes=train.classes)
-    data = pickle.dumps(source)
-    assert len(data) < 2000
-    copy = pickle.loads(data)
-    assert copy.digest == source.digest and copy.read(3) == source.read(3)
-
-
 # The doors
 
 

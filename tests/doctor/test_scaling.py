@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.doctor import scaling
+from lockstep.doctor import bench, scaling
 from lockstep.doctor.bench import Case
 from lockstep.doctor.chart import chart
 from lockstep.doctor.scaling import cases_of, counts_up_to, with_speed_up
@@ -113,7 +113,7 @@ def test_the_door(
         figures = {"images_per_second": spread, "memory_bytes": None, "profile": None}
         return case.label | figures | {"roofline_images_per_second": None}
 
-    monkeypatch.setattr(door, "measure", measure)
+    monkeypatch.setattr(bench, "measure", measure)
     file, picture = tmp_path / "s.json", tmp_path / "s.png"
     words = "--models vit_tiny --device cpu --precisions fp32 --strategies ddp --counts 2,4"
     words += f" --image-size 16 --batch 4 --json {file} --png {picture}"

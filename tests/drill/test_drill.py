@@ -188,7 +188,7 @@ def test_nan_poisons_the_next_batch(tmp_path: Path) -> None:
     "argv, problem",
     [
         (["--only", "SIGKIL"], "--only SIGKIL: must be of crash"),
-        (["--jobs", "0"], "--jobs 0"),
+        (["--jobs", "0"], "--jobs: 0: must be"),
         (["--only", "torn write", "--place", "step"], "no fault of --only"),
         (["--folder", str(REPOSITORY)], "must be empty or new"),
     ],

@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout, set_crc32_options
 
 from lockstep import dist
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 """Group ("model", "optimizer", "ema") to name to tensor: plain or DTensor, on any device."""
@@ -124,7 +123,7 @@ def _flat(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part; the tensor itself where nothing is sharded."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return dist.local_part(tensor).detach()
 
 
 def _load(folder: Path, index: Metadata, flat: dict[str, torch.Tensor], *, no_dist: bool) -> None:
@@ -143,18 +142,14 @@ def _load(folder: Path, index: Metadata, flat: dict[str, torch.Tensor], *, no_di
 
 
 def _check_fit(name: str, saved: dict[str, Any], flat: dict[str, torch.Tensor]) -> None:
-    def some(keys: Collection[str]) -> str:
-        more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
-        return ", ".join(sorted(keys)[:_NUM_NAMED]) + more
-
     def form(shape: torch.Size, dtype: torch.dtype) -> str:
         return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
     problems = []
     if missing := flat.keys() - saved.keys():
-        problems.append(f"it lacks {some(missing)}")
+        problems.append(f"it lacks {some(sorted(missing), _NUM_NAMED)}")
     if unexpected := saved.keys() - flat.keys():
-        problems.append(f"it holds {some(unexpected)}, which the run has not")
+        problems.append(f"it holds {some(sorted(unexpected), _NUM_NAMED)}, which the run has not")
     changed = [
         f"{key} ({old}, here {new})"
         for key, tensor in flat.items()
@@ -163,7 +158,7 @@ def _check_fit(name: str, saved: dict[str, Any], flat: dict[str, torch.Tensor]) 
         != (new := form(tensor.shape, tensor.dtype))
     ]
     if changed:
-        problems.append(f"it differs in {some(changed)}")
+        problems.append(f"it differs in {some(sorted(changed), _NUM_NAMED)}")
     if problems:
         raise UserError(
             f"{name} does not fit this run: {'; '.join(problems)}. "

@@ -29,5 +29,5 @@ def open_split(cfg: Data, split: str, *, classes: Sequence[str] | None = None) -
         UserError: nothing that can be trained on.
     """
     if cfg.source == "packed":
-        return PackedSource.open(Path(cfg.root), split, name=cfg.name, classes=classes)
+        return PackedSource.open(Path(cfg.root), split, classes=classes)
     return FolderSource.open(Path(cfg.root), split, name=cfg.name, classes=classes)

@@ -28,6 +28,7 @@ from lockstep.data.decode import FORMATS, DecodeError, decode
 from lockstep.data.listing import forget
 from lockstep.data.source import EXTENSIONS, FolderSource
 from lockstep.errors import UserError
+from lockstep.machine import cores
 
 IMBALANCE = 20
 """How many times the smallest class the largest may be without a warning."""
@@ -115,7 +116,7 @@ def check(
     reports = []
     for source in sources:
         reading = _Reading(source)
-        for done in reading.fill(threads or os.cpu_count() or 1):
+        for done in reading.fill(threads or cores()):
             if progress is not None:
                 progress(before + done, total)
         before += len(source)

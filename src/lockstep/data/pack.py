@@ -51,9 +51,9 @@ from lockstep.data.packed import (
     read_index,
     shard_name,
 )
-from lockstep.data.source import FolderSource, digest_of, some
+from lockstep.data.source import FolderSource, digest_of
 from lockstep.durable import atomic_write, sync_folder
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some
 
 UNFINISHED = "unfinished"
 """Beside the shards until the index is written: settings, side files, the shard in work."""

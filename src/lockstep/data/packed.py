@@ -109,8 +109,8 @@ def shard_name(number: int) -> str:
 class PackedSource:
     """The packed images of one split; reads as ``FolderSource`` does.
 
-    The index is mapped, not loaded: processes share it. Safe to use from several threads, after a
-    fork and through pickle, which opens it anew.
+    The index is mapped, not loaded: processes share it. Safe to use from several threads and after a
+    fork.
     """
 
     folder: Path
@@ -123,17 +123,13 @@ class PackedSource:
     """short_side, max_side (pixels) and quality, None where untouched; shard_bytes."""
     _arrays: dict[str, np.ndarray]
     _names: np.ndarray
-    _opened_as: tuple[Path, str, str, Sequence[str] | None]
     _descriptors: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def open(
-        cls, root: Path, split: str, *, name: str = "folder", classes: Sequence[str] | None = None
-    ) -> PackedSource:
+    def open(cls, root: Path, split: str, *, classes: Sequence[str] | None = None) -> PackedSource:
         """Map and check the index of ``<root>/<split>``.
 
         Args:
-            name: ``data.name``; taken so that both sources open alike.
             classes: those that the split must have (the training set's).
 
         Raises:
@@ -163,7 +159,6 @@ class PackedSource:
             settings=index.settings,
             _arrays=arrays,
             _names=names,
-            _opened_as=(root, split, name, classes),
         )
 
     def __len__(self) -> int:
@@ -220,9 +215,6 @@ class PackedSource:
     def __del__(self) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, self._opened_as
-
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
         descriptor = self._descriptors.get(shard)
         if descriptor is not None:
@@ -237,10 +229,6 @@ class PackedSource:
         finally:
             if kept != descriptor:
                 os.close(descriptor)
-
-
-def _reopen(root: Path, split: str, name: str, classes: Sequence[str] | None) -> PackedSource:
-    return PackedSource.open(root, split, name=name, classes=classes)
 
 
 def _pread(descriptor: int, offset: int, size: int) -> bytes:

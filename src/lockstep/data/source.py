@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from lockstep.data.listing import Listing, forget, recall, remember
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some
 
 EXTENSIONS = frozenset(
     f".{ending}"
@@ -303,10 +303,3 @@ def _images(folder: bytes, prefix: bytes, folders: list[bytes]) -> Iterator[tupl
                     yield path, entry.stat().st_size
                 elif entry.is_symlink() and not os.path.exists(entry.path):
                     yield path, 0
-
-
-def some(names: Iterable[str], most: int = 5) -> str:
-    """The first few of names, and how many there are beside them."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -406,6 +406,22 @@ def _counted(model: str, image_size: int, num_classes: int) -> ModelFacts:
     return count(section, image_size=image_size, num_classes=num_classes)
 
 
+def rows_of(
+    cases: Iterable[Case | tuple[Record, str]],
+    effort: Effort,
+    *,
+    timeout_seconds: float,
+    reuse: bool,
+) -> Iterator[Record]:
+    """Measure one after the other; what was refused says why."""
+    for case_ in cases:
+        if isinstance(case_, Case):
+            yield measure(case_, effort, timeout_seconds=timeout_seconds, reuse=reuse)
+        else:
+            label, why = case_
+            yield label | {"error": f"refused: {why}"}
+
+
 def _job(case_: Case, effort: Effort, run_dir: Path) -> Job:
     """A run that is one step longer than what is measured: nothing happens at its end."""
     steps, batch = effort.total_steps + 1, case_.plan.global_batch

@@ -185,7 +185,7 @@ def update(
         elif apply != 1.0:
             factor = torch.full_like(norm, 1.0 / apply)
         if factor is not None:
-            grads = [_local(p.grad) for p in parameters if p.grad is not None]
+            grads = [dist.local_part(p.grad) for p in parameters if p.grad is not None]
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         for group in state.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
@@ -233,7 +233,3 @@ def _doubled(batch: Batch) -> Batch:
     weights = torch.cat([batch.weights, torch.zeros_like(batch.weights)])
     images, targets, seeds = twice(batch.images), twice(batch.targets), twice(batch.seeds)
     return replace(batch, images=images, targets=targets, seeds=seeds, weights=weights)
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if hasattr(grad, "to_local") else grad

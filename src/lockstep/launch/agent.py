@@ -36,6 +36,7 @@ from lockstep.launch.hang import find_hang
 from lockstep.launch.process import Job
 from lockstep.launch.report import Report, log_path, read_reports
 from lockstep.launch.signals import REGROUP_SIGNAL, STOP_SIGNALS, handling, install
+from lockstep.machine import cores
 from lockstep.telemetry.phases import Phase, read_phases, stack_path
 
 _FAREWELL_SECONDS = 5.0
@@ -257,8 +258,7 @@ def run_agent(job: Job) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in STOP_SIGNALS)
     # torch's own default, all cores for each process, makes them fight.
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // plan.processes_per_node)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // plan.processes_per_node)))
     job.logs.mkdir(parents=True, exist_ok=True)
     # In the run's folder: an agent that is killed leaves nothing elsewhere.
     job_file = job.logs / f"job-{socket.gethostname()}-{os.getpid()}.json"

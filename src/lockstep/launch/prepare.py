@@ -16,7 +16,7 @@ from lockstep.config.plan import DataFacts, Machine, Plan, make_plan
 from lockstep.config.schema import Config, Data
 from lockstep.data import open_split
 from lockstep.errors import UserError
-from lockstep.machine import nvidia_smi
+from lockstep.machine import cores, nvidia_smi
 from lockstep.models.build import count
 from lockstep.optim.build import build_optimizer
 
@@ -24,10 +24,9 @@ from lockstep.optim.build import build_optimizer
 def machine() -> Machine:
     """Visible GPUs, their memory and links, usable cores and memory, without starting CUDA here."""
     gpus = torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return Machine(
         num_gpus=gpus,
-        cores=cores or 1,
+        cores=cores(),
         gpu_memory_bytes=_gpu_memory_bytes() if gpus else None,
         host_memory_bytes=_host_memory_bytes(),
         nvlink=joined_by_nvlink("\n".join(nvidia_smi("topo", "-m") or [])) if gpus > 1 else None,

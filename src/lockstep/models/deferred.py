@@ -9,7 +9,6 @@ parameter whole at once, whatever the strategy shards. Buffers (rope tables) are
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep import dist
 from lockstep.errors import UserError
+from lockstep.machine import cores
 
 _PROGRAMS = "lockstep_programs"
 _OVERWRITES = {"aten::normal_", "aten::uniform_", "aten::fill_", "aten::zero_", "aten::copy_"}
@@ -155,8 +155,7 @@ def fill(model: nn.Module, device: torch.device) -> nn.Module:
     for module, name, buffer in buffers:
         setattr(module, name, buffer.to(device))
     jobs = [(parameter, seed, name, programs[name]) for name, parameter in model.named_parameters()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    threads = max(1, min(_MAX_THREADS, cores // dist.local_world_size()))
+    threads = max(1, min(_MAX_THREADS, cores() // dist.local_world_size()))
     with ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(lambda job: _draw(*job), jobs):
             pass

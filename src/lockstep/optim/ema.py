@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from lockstep import dist
 from lockstep.config.schema import Ema
 
 
@@ -44,8 +45,8 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Move the shadows towards the live values, after the optimiser step number ``step``."""
         torch._foreach_lerp_(
-            [_local(t) for t in self.shadow.values()],
-            [_local(t) for t in self._live.values()],
+            [dist.local_part(t) for t in self.shadow.values()],
+            [dist.local_part(t) for t in self._live.values()],
             1.0 - self.decay(step),
         )
 
@@ -61,13 +62,7 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, live in self._live.items():
-            a, b = _local(live), _local(self.shadow[name])
+            a, b = dist.local_part(live), dist.local_part(self.shadow[name])
             kept = a.clone()
             a.copy_(b)
             b.copy_(kept)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The rank's own part; the tensor itself where nothing is sharded."""
-    tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some
 from lockstep.launch.folder import LOCK as LOCK_OF_RUN
 from lockstep.launch.folder import run_lock
 from lockstep.versions import swap
@@ -100,7 +100,7 @@ def undo(repository: Repository) -> Done:
     now, paths = repository.staged(), repository.changed(after, before)
     if since := sorted(repository.changed(after, now).keys() & paths.keys()):
         raise UserError(
-            f"since the last rollback, what it restored was changed: {_named(since)}; "
+            f"since the last rollback, what it restored was changed: {some(since, _MOST_NAMED)}; "
             f"`python scripts/rollback.py to {before[:8]} --all` restores what was there before it"
         )
     target = repository.replaced(now, before, paths)
@@ -131,7 +131,7 @@ def _exchange(repository: Repository, target: str, source: str, wanted: Collecti
              if (files.get(name, False) or moved.get(name, False)) == comes}  # fmt: skip
     if blocking := swap.in_the_way(repository.root, paths, [*repository.files(before), *old]):
         raise UserError(
-            f"in the way, and in no version: {_named(blocking)}; move them elsewhere or commit them"
+            f"in the way, and in no version: {some(blocking, _MOST_NAMED)}; move them elsewhere or commit them"
         )
     with ExitStack() as training:
         for config in repository.root.glob("*/*/config.yaml"):
@@ -209,7 +209,7 @@ def _refuse_losses(
         staged &= repository.changed(last, before).keys()
     if lost := sorted((staged | repository.unsaved()) & files.keys()):
         raise UserError(
-            f"not committed, and would be lost: {_named(lost)}; commit them (`git add`, "
+            f"not committed, and would be lost: {some(lost, _MOST_NAMED)}; commit them (`git add`, "
             "`git commit`) or discard them (`git restore --staged --worktree`) first"
         )
     there = {path for path in moved if path in old and os.path.lexists(repository.root / path)}
@@ -218,22 +218,22 @@ def _refuse_losses(
     changed, uncached = unsaved(repository)
     if lost := sorted(there & changed):
         raise UserError(
-            f"changed since DVC recorded them, and would be lost: {_named(lost)}; record them "
+            f"changed since DVC recorded them, and would be lost: {some(lost, _MOST_NAMED)}; record them "
             "(`dvc commit`, then `git commit`) or discard them (`dvc checkout`) first"
         )
     if lost := sorted(there & uncached):
         raise UserError(
-            f"not in DVC's cache, and could not be brought back: {_named(lost)}; `dvc commit -f` "
+            f"not in DVC's cache, and could not be brought back: {some(lost, _MOST_NAMED)}; `dvc commit -f` "
             "puts them there"
         )
     if lost := sorted(path for path in there if not old[path].is_cached):
         raise UserError(
-            f"neither in Git nor in DVC's cache (cache: false): {_named(lost)}; commit them, or "
+            f"neither in Git nor in DVC's cache (cache: false): {some(lost, _MOST_NAMED)}; commit them, or "
             "move them elsewhere"
         )
     if lost := sorted(path for path in there if old[path].holds_more(repository.root)):
         raise UserError(
-            f"with files inside that .dvcignore hides, and that would be lost: {_named(lost)}; "
+            f"with files inside that .dvcignore hides, and that would be lost: {some(lost, _MOST_NAMED)}; "
             "move those elsewhere"
         )
 
@@ -252,8 +252,3 @@ def _refuse_running_pipeline(root: Path) -> None:
             f"DVC is at work here (process {alive[0]['pid']}: {alive[0].get('cmd')}); wait for it, "
             "or stop it"
         )
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,4 +1,4 @@
-"""Options and files that the scripts which measure have in common."""
+"""What the command lines of scripts have in common: options, and files that are asked for. Level 0."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.durable import atomic_write
 from lockstep.errors import UserError
 
 
@@ -52,10 +53,14 @@ def fraction(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text}: must be a fraction such as 0.05")
 
 
-def save_json(path: Path | None, values: dict[str, Any]) -> None:
+def save_json(path: Path | None, values: Any) -> None:
     """Write ``--json``, if it is asked for. Raises UserError."""
-    if path is not None:
-        write("--json", path, partial(Path.write_text, data=json.dumps(values, indent=1) + "\n"))
+    if path is None:
+        return
+    # Never half of it; but nothing else than a file (/dev/stdout) is replaced.
+    plain = not path.is_symlink() and (path.is_file() or not path.exists())
+    save = atomic_write if plain else Path.write_bytes
+    write("--json", path, partial(save, data=(json.dumps(values, indent=1) + "\n").encode()))
 
 
 def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
