@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from lockstep.config.bind import bind, run_name
 from lockstep.config.cli import Command, disarm_hydra, explain, help_text, read_command, wants_help
-from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, NotBegun, Stopped
+from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, NotBegun, Stopped, UserError
 from lockstep.launch import launch
 from lockstep.launch.env import say
 from lockstep.launch.signals import handling
@@ -88,6 +88,8 @@ def run(command: Command) -> int:
         if isinstance(result, Exception):
             raise result
         return result
+    if command.multirun and sweep.is_empty:
+        raise UserError("command line: a key of the sweep has no values, so it has no jobs")
     return sweep.exit_code
 
 

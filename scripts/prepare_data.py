@@ -31,7 +31,7 @@ from lockstep.data.check import SplitReport
 from lockstep.data.check import check as read_through
 from lockstep.data.pack import Progress as DataProgress
 from lockstep.data.sheet import contact_sheet
-from lockstep.door import positive, save_json
+from lockstep.door import positive, save_bytes, save_json
 from lockstep.errors import EXIT_OK, EXIT_USER_ERROR, UserError, exit_code, some
 from lockstep.machine import cores
 
@@ -96,7 +96,12 @@ def make(name: str, root: Path) -> int:
     if name == "digits":
         from lockstep.data.digits import write_digits
 
-        made = write_digits(root)
+        try:
+            made = write_digits(root)
+        except OSError as error:
+            raise UserError(
+                f"--root {root}: cannot be written: {error.strerror}: make room, or choose another"
+            ) from error
     else:
         from lockstep.data.download import download
 
@@ -119,7 +124,7 @@ def check(root: Path, json_to: Path | None, sheet_to: Path | None) -> int:
     save_json(json_to, [asdict(report) for report in reports])
     if sheet_to is not None:
         contact_sheet(root, reports).save(page := BytesIO(), "PNG")
-        sheet_to.write_bytes(page.getvalue())
+        save_bytes("--sheet", sheet_to, page.getvalue())
         print(f"contact sheet: {sheet_to}")
     bad = any(report.unreadable or report.problems for report in reports)
     return EXIT_USER_ERROR if bad else EXIT_OK

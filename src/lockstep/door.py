@@ -55,12 +55,16 @@ def fraction(text: str) -> float:
 
 def save_json(path: Path | None, values: Any) -> None:
     """Write ``--json``, if it is asked for. Raises UserError."""
-    if path is None:
-        return
-    # Never half of it; but nothing else than a file (/dev/stdout) is replaced.
-    plain = not path.is_symlink() and (path.is_file() or not path.exists())
-    save = atomic_write if plain else Path.write_bytes
-    write("--json", path, partial(save, data=(json.dumps(values, indent=1) + "\n").encode()))
+    if path is not None:
+        save_bytes("--json", path, (json.dumps(values, indent=1) + "\n").encode())
+
+
+def save_bytes(option: str, path: Path, data: bytes) -> None:
+    """Write a whole file or nothing. Raises UserError."""
+    # A link stays one, and nothing else than a file (/dev/stdout) is replaced.
+    path = path.resolve() if path.is_file() else path
+    save = atomic_write if path.is_file() or not path.exists() else Path.write_bytes
+    write(option, path, partial(save, data=data))
 
 
 def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
@@ -69,4 +73,5 @@ def write(option: str, path: Path, save: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save(path)
     except (OSError, ValueError) as exc:  # Pillow does not know the ending
-        raise UserError(f"{option} {path}: {exc}") from exc
+        why = getattr(exc, "strerror", None) or exc
+        raise UserError(f"{option} {path}: cannot be written: {why}") from exc

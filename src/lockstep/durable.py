@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,7 +21,8 @@ def atomic_write(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # of a file system that cannot be written
+            partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 

@@ -52,7 +52,10 @@ def refuse_argument(error: Exception, section: str, name: str, kwargs: Mapping[s
     match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if match and match[1] in kwargs:
         key, value = f"{section}.kwargs.{match[1]}", kwargs[match[1]]
-        raise UserError(f"{key} = {value}: {name} has no such argument: leave it out") from error
+        raise UserError(
+            f"{key} = {value}: {name} has no such argument: leave it out, or, if it is of the group's "
+            f"file, add ~{key}"
+        ) from error
 
 
 def exit_code(run: Callable[[], int], stopped: str = "stopped") -> int:

@@ -138,6 +138,8 @@ def read_weights(where: Path, wanted: Wanted) -> Weights:
     Raises:
         UserError: nothing usable is there, or not the wanted kind.
     """
+    if where.suffix == ".safetensors" and not where.exists():
+        raise UserError(f"{where}: no such file")
     return read_export(where, wanted) if where.is_file() else read_checkpoint(where, wanted)
 
 
@@ -146,7 +148,9 @@ def read_export(where: Path, wanted: Wanted) -> Weights:
     if where.suffix not in (".safetensors", ".json"):
         raise UserError(f"{where}: give a run folder, a step-N folder or a .safetensors file")
     card = read_card(where)
-    path = card_path(where).with_name(Path(card["weights"]["file"]).name)
+    path = where
+    if where.suffix == ".json":
+        path = where.with_name(Path(card["weights"]["file"]).name)
     made = _checked(_Card, card, card_path(where), "export the run again").model_dump()
     kind = made["metrics"]["weights"]
     if wanted not in ("auto", kind):

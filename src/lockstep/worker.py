@@ -443,7 +443,10 @@ def find_checkpoint(config: Config, store: Store) -> Found | None:
     # very start, before a restart or a rollback.
     found = store.find()
     if found is None and config.resume not in ("auto", "never"):
-        found = store.find(Path(config.resume))
+        try:
+            found = store.find(Path(config.resume))
+        except UserError as error:
+            raise UserError(f"resume = {config.resume}: {error}") from error
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,33 @@ def test_a_full_disk_keeps_the_earlier_export(tmp_path: Path) -> None:
         export_weights({"w": torch.ones(5000)}, path, card={"top1": 2.0})
     assert read_card(path)["top1"] == 1.0
     assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "model.json"}
+
+
+def test_no_room_for_the_card_leaves_no_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with file_size_limit(1000), pytest.raises(UserError, match="cannot write"):
+        export_weights({"w": torch.ones(2)}, path, card={"long": "x" * 2000})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(tmp_path / "disk/model.safetensors")
+    export_weights({"w": torch.ones(2)}, link, card={})
+    assert link.is_symlink() and read_card(link.resolve())["weights"]["num_tensors"] == 1
+
+
+def test_the_file_that_is_named_is_read(tmp_path: Path) -> None:
+    """Not the one of the same folder that the card names."""
+    path, copy = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"
+    export_weights({"w": torch.ones(2)}, path, card={})
+    shutil.copy(card_path(path), card_path(copy))
+    copy.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(UserError, match=r"copy\.safetensors: not the weights"):
+        read_card(copy)
+    shutil.copy(path, copy)
+    assert read_card(copy)["weights"]["file"] == path.name
 
 
 def test_git_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def test_the_shells_question_passes_unchanged() -> None:
     ("argv", "message"),
     [
         (["--mulitrun"], "unknown flag --mulitrun; did you mean --multirun?"),
+        (["--steps", "20"], "unknown flag --steps; a key has no dashes: steps=VALUE"),
         (["--cfg"], "expected one argument"),
         (["--cfg", "jobb"], "invalid choice: 'jobb'"),
         (["-z"], "unrecognized arguments: -z"),

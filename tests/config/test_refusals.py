@@ -173,6 +173,9 @@ from tests.config.facts import BATCHNORM, DATA, EIGHT, MODEL, ONE, plan
             id="a share of nothing",
         ),
         pytest.param(
+            ["launch.dry_run=true"], {}, "launch.dry_run = true prints a script", id="no script"
+        ),
+        pytest.param(
             ["schedule.milestones=[0.5,0.2]"],
             {},
             "schedule.milestones = [0.5, 0.2]: not ascending",
@@ -208,6 +211,7 @@ def test_all_refusals_at_once() -> None:
             id="idle",
         ),
         pytest.param(["strategy.sync_batchnorm=true"], MODEL, "no effect", id="no BatchNorm"),
+        pytest.param(["precision=fp16"], MODEL, "fp16 on a CPU", id="fp16 on the CPU"),
         pytest.param(["strategy.sync_batchnorm=true"], BATCHNORM, "no effect", id="alone"),
         pytest.param(["precision=fp16", "ema.enabled=true"], MODEL, "loss scaler", id="fp16"),
         pytest.param(["optimizer.name=AdamW8bit"], MODEL, "compiles its update", id="8 bits"),

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep.checkpoint.manifest import describe
-from lockstep.durable import atomic_write
+from lockstep.durable import atomic_write, sync_folder
 from lockstep.errors import UserError
 
 _GIT_TIMEOUT_SECONDS = 10
@@ -45,7 +46,8 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
         storage = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
-    partial = path.with_name(f".{path.name}.tmp")
+    path = path.resolve()  # a link stays one
+    partial, partial_card = (p.with_name(f".{p.name}.tmp") for p in (path, card_path(path)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # safetensors makes its files for the user alone: this is the mode that others have.
@@ -54,17 +56,21 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.chmod(mode)
         entry = describe(partial)
-        partial.replace(path)
         weights = {
             "file": path.name,
             "size": entry.size,
             "sha256": entry.sha256,
             "num_tensors": len(tensors),
         }
-        text = json.dumps(card | {"weights": weights}, indent=2)
-        atomic_write(card_path(path), text.encode())
+        atomic_write(partial_card, json.dumps(card | {"weights": weights}, indent=2).encode())
+        # Both are there: neither is left without the other.
+        partial.replace(path)
+        partial_card.replace(card_path(path))
+        sync_folder(path.parent)
     except (OSError, SafetensorError) as exc:
-        partial.unlink(missing_ok=True)
+        for half in (partial, partial_card):
+            with suppress(OSError):  # of a file system that cannot be written
+                half.unlink(missing_ok=True)
         raise UserError(
             f"cannot write {path}: {exc}. Make room, or choose another place, and run the same command "
             "again"
@@ -86,7 +92,8 @@ def read_card(path: Path) -> dict[str, Any]:
     try:
         card: dict[str, Any] = json.loads(card_file.read_bytes())
         entry = card["weights"]
-        weights, digest = card_file.with_name(Path(entry["file"]).name), entry["sha256"]
+        named = card_file.with_name(Path(entry["file"]).name)
+        weights, digest = path if path.suffix == ".safetensors" else named, entry["sha256"]
     except OSError as exc:
         raise UserError(f"{card_file}: no card ({exc.strerror}); export the run again") from exc
     except (ValueError, KeyError, TypeError) as exc:

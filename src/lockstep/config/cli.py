@@ -5,6 +5,7 @@ Level 0: imports no torch.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,7 @@ exit codes: 0 done, 2 a mistake in the command, data or environment (one message
 85 stopped on request and saved (the same command goes on), 1 anything else.
 """
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 KEYS_IN_HELP = ("run.", "batch.", "optimizer.lr", "ema.enabled")
 """Beside those of the top level: names, or beginnings of names."""
 
@@ -222,7 +224,10 @@ def read_command(argv: Sequence[str]) -> Command:
     for word in argv:
         flag = word.partition("=")[0]
         if word.startswith("--") and not any(k.startswith(flag) for k in known):
-            raise UserError(f"unknown flag {flag}{did_you_mean(flag, known)}")
+            key = flag.removeprefix("--")
+            is_key = key in schema_fields()
+            hint = f"; a key has no dashes: {key}=VALUE" if is_key else did_you_mean(flag, known)
+            raise UserError(f"unknown flag {flag}{hint}")
     args = parser.parse_intermixed_args(list(argv))
     if args.config_path and "://" not in args.config_path:
         args.config_path = os.path.abspath(args.config_path)
@@ -249,8 +254,8 @@ def explain(error: Exception, conf: Path) -> str | None:
         return _missing_file(error, text)
     if isinstance(error, OverrideParseException):
         return (
-            f"{error.override}: cannot be read as KEY=VALUE; put a value with spaces, commas or "
-            "brackets into quotes: key=\"'a, b'\""
+            f"{error.override}: cannot be read as KEY=VALUE; put a value with spaces, commas, "
+            "brackets or letters that are not English into quotes: key=\"'a, b'\""
         )
     if match := re.search(r"Could not override '([^']+)'|config group '([^']+)' does not", text):
         return _unknown_key(match[1] or match[2], conf)
@@ -263,6 +268,8 @@ def explain(error: Exception, conf: Path) -> str | None:
         )
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return "configuration: " + " ".join(text.split())
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}: make room"
     if isinstance(error, ValueError) and _raised_in_hydra(error):
         return "command line: " + " ".join(text.split())
     return None

@@ -18,6 +18,11 @@ def check_launch(config: Config, model: ModelFacts, problems: list[str], notes: 
             f"launch.nodes = {launch.nodes} needs launch.rendezvous=HOST:PORT, an address of one node "
             "that all nodes reach"
         )
+    if launch.dry_run and launch.scheduler != "slurm":
+        problems.append(
+            "launch.dry_run = true prints a script for Slurm: it needs launch=slurm; plan=true prints "
+            "the plan"
+        )
     if launch.elastic and config.resume == "never":
         problems.append(
             f"resume = never with launch.nodes = {launch.nodes}: a group that forms anew must go "
@@ -104,6 +109,8 @@ def check_precision(config: Config, device: str, problems: list[str], notes: lis
     name = config.precision.name
     if name == "tf32" and device != "cuda":
         notes.append(f"precision = tf32 is fp32 on a {device.upper()}: it is a format of GPUs")
+    if name == "fp16" and device == "cpu":
+        notes.append("precision = fp16 on a CPU is many times slower than fp32 or bf16")
     if name == "fp16" and config.ema.enabled:
         notes.append("fp16: steps skipped by the loss scaler still count as steps")
     if name != "fp8":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -79,7 +80,7 @@ def left_out(t: Training) -> dict[str, list[str]]:
 
 def told(summary: dict[str, Any]) -> str:
     """How the run ended and what to type next."""
-    run = summary["run"]
+    run = shlex.quote(summary["run"])
     best = f" (best {summary['best_top1']:.2f} % at step {summary['best_step']})"
     missing = "".join(
         f"\n  left out  {len(names)} of {split}, unreadable: {', '.join(names[:3])}"

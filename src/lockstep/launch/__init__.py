@@ -65,10 +65,11 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # what a hung rank waits for
     # Read when torch is imported; else a lost peer is told by stack traces of C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+    given = config.resume
+    if given not in ("auto", "never") and not (given.strip() and Path(given).is_dir()):
         raise UserError(
-            f"resume = {config.resume}: must be auto, never, or the folder of a run or checkpoint; "
-            "there is no such folder"
+            f"resume = {given}: must be auto, never, or the folder of a run or checkpoint; there is no "
+            "such folder"
         )
     plan = plan or _make_plan(config, joined)
     if config.plan:

@@ -57,6 +57,8 @@ class _Job:
     overrides: list[str]
     child: subprocess.Popen[bytes] | None = None
     log: Path | None = None
+    log_begins: int = 0
+    """Bytes of earlier attempts."""
     slot: int = 0
     """Place among those that run at the same time."""
     began: float = 0.0
@@ -113,6 +115,10 @@ class Sweep:
             raise UserError(
                 "a sweep starts its own processes: run it without torchrun, and with one task "
                 "(launch.processes=N are the processes of a job)"
+            )
+        if raw.plan:
+            raise UserError(
+                "plan = true: a sweep prints no plans: leave out -m, and give each key one value"
             )
         self._refuse_what_all_share(raw)
         self.folder = Path(raw.run.root) / self.name
@@ -194,6 +200,11 @@ class Sweep:
             return self.refused
         entries = [e for e in self._ledger.entries() if e.run in self._runs or e.seen >= self.began]
         return [*entries, *self.refused]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it had nothing to do, and was not asked to stop before it knew."""
+        return self._starts_jobs and not self._total and not self._asked
 
     @property
     def exit_code(self) -> int:
@@ -349,6 +360,7 @@ class Sweep:
             job.log = self.folder / "logs" / f"{job.entry.run}.log"
             job.log.parent.mkdir(exist_ok=True)
             output = job.held.enter_context(job.log.open("ab"))
+            job.log_begins = output.tell()
         on = f" on GPU {', '.join(gpus)}" if gpus else ""
         self._tell(self._label(job), f"started{on}" + (f", output: {job.log}" if job.log else ""))
         job.began = time.time()
@@ -422,7 +434,8 @@ class Sweep:
         job.held.close()
         text = one_line(job.entry, self.metric)
         if state == "failed" and job.log is not None:
-            tail = job.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+            told = job.log.read_bytes()[job.log_begins :].decode(errors="replace")
+            tail = told.splitlines()[-_TAIL_LINES:]
             text += "".join(f"\n    {line}" for line in tail)
         say(f"{self._label(job)}: {text}")
 
