@@ -302,7 +302,7 @@ LIES = {
     "endless header": (
         lambda c, w: w.write_bytes((2**62).to_bytes(8, "little")), "not a safetensors file"
     ),
-    "other file": (put("weights.file", "/etc/passwd"), "run/passwd: cannot be read"),
+    "other file than the one given": (put("weights.file", "/etc/passwd"), None),
     "no file": (put("weights.file", 7), "not a card"),
     "recipe of another type": (put("recipe", "os.system"), "recipe: "),
     "recipe with a target": (put("recipe._target_", "os.system"), "_target_ = os.system: unknown"),
@@ -342,6 +342,10 @@ def test_a_card_names_its_neighbour_alone(run: Path) -> None:
     card["weights"]["file"] = "../../model.safetensors"
     (run / "model.json").write_text(json.dumps(card))
     assert read_weights(run / "model.json", "auto").step == 1
+    card["weights"]["file"] = "/etc/passwd"
+    (run / "model.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match="run/passwd: cannot be read"):
+        read_weights(run / "model.json", "auto")
 
 
 # --- run folders ------------------------------------------------------------------------------
