@@ -100,7 +100,7 @@ def make(name: str, root: Path) -> int:
             made = write_digits(root)
         except OSError as error:
             raise UserError(
-                f"--root {root}: cannot be written: {error.strerror}: make room, or choose another"
+                f"--root {root}: cannot be written: {error.strerror or error}: make room, or choose another"
             ) from error
     else:
         from lockstep.data.download import download

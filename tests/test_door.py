@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -25,10 +27,24 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
 
 def test_a_link_stays_one(tmp_path: Path) -> None:
     link, target = tmp_path / "link.json", tmp_path / "target.json"
-    target.write_text("old")
     link.symlink_to(target)
-    save_json(link, [1])
-    assert link.is_symlink() and json.loads(target.read_text()) == [1]
+    for values in ([1], [2]):  # the first makes the target
+        save_json(link, values)
+        assert link.is_symlink() and json.loads(target.read_text()) == values
+
+
+def test_stdout_keeps_what_is_printed(tmp_path: Path) -> None:
+    program = "from lockstep.door import save_json; from pathlib import Path; print('before');"
+    program += "save_json(Path('/dev/stdout'), [1]); print('after')"
+    out = tmp_path / "out.txt"
+    with out.open("wb") as file:
+        subprocess.run([sys.executable, "-c", program], stdout=file, check=True)
+    assert out.read_text().split() == ["before", "[", "1", "]", "after"]
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    with pytest.raises(UserError, match="cannot be written: File name too long"):
+        save_json(Path("x" * 300), [1])
 
 
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:

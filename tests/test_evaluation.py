@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -181,6 +182,27 @@ def test_damaged_folder(
         (moved / name).write_text(text)
     with pytest.raises(UserError, match=message):
         read_weights(moved / name if name.startswith("model.") else moved, "auto")
+
+
+def test_the_file_that_is_named_is_read(ema_run: Path, tmp_path: Path) -> None:
+    """Its card names another of the same folder."""
+    moved = shutil.copytree(ema_run, tmp_path / "moved")
+    for ending in (".safetensors", ".json"):
+        shutil.copy(moved / f"model{ending}", moved / f"copy{ending}")
+    assert evaluated(moved / "copy.safetensors") == evaluated(moved / "model.safetensors")
+    (moved / "copy.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"copy\.safetensors: not the weights"):
+        read_weights(moved / "copy.safetensors", "auto")
+    with pytest.raises(UserError, match=r"gone\.safetensors: no such file"):
+        read_weights(moved / "gone.safetensors", "auto")
+
+
+def test_what_is_refused_to_new_runs_alone_is_read(ema_run: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(ema_run, tmp_path / "moved")
+    text = (moved / "config.yaml").read_text()
+    text = re.sub("timeout_seconds: .*", "timeout_seconds: 0.5", text)
+    (moved / "config.yaml").write_text(text)
+    assert evaluated(moved) == evaluated(ema_run)
 
 
 def test_export_refuses(ema_run: Path, tmp_path: Path) -> None:

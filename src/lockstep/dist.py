@@ -164,8 +164,9 @@ def flight_record() -> str | None:
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:
-            record |= json.loads(dump(True, False))
-            entries += record.pop("entries", [])
+            told = json.loads(dump(True, False))
+            entries += told.pop("entries", [])
+            record = told | record
     return json.dumps(record | {"entries": entries})
 
 

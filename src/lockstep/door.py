@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -61,10 +62,19 @@ def save_json(path: Path | None, values: Any) -> None:
 
 def save_bytes(option: str, path: Path, data: bytes) -> None:
     """Write a whole file or nothing. Raises UserError."""
-    # A link stays one, and nothing else than a file (/dev/stdout) is replaced.
-    path = path.resolve() if path.is_file() else path
-    save = atomic_write if path.is_file() or not path.exists() else Path.write_bytes
-    write(option, path, partial(save, data=data))
+    write(option, path, partial(_put, data=data))
+
+
+def _put(path: Path, data: bytes) -> None:
+    """A link stays one; what is no file is written to."""
+    if str(path) == "/dev/stdout":  # opened once more, it would be written over by what is printed
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    elif path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
+        path.write_bytes(data)
+    else:
+        atomic_write(path.resolve() if path.is_symlink() else path, data)
 
 
 def write(option: str, path: Path, save: Callable[[Path], object]) -> None:

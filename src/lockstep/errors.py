@@ -54,7 +54,7 @@ def refuse_argument(error: Exception, section: str, name: str, kwargs: Mapping[s
         key, value = f"{section}.kwargs.{match[1]}", kwargs[match[1]]
         raise UserError(
             f"{key} = {value}: {name} has no such argument: leave it out, or, if it is of the group's "
-            f"file, add ~{key}"
+            f"file, add '~{key}'"
         ) from error
 
 

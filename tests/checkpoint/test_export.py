@@ -121,14 +121,6 @@ def test_no_room_for_the_card_leaves_no_weights(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    link = tmp_path / "model.safetensors"
-    link.symlink_to(tmp_path / "disk/model.safetensors")
-    export_weights({"w": torch.ones(2)}, link, card={})
-    assert link.is_symlink() and read_card(link.resolve())["weights"]["num_tensors"] == 1
-
-
 def test_the_file_that_is_named_is_read(tmp_path: Path) -> None:
     """Not the one of the same folder that the card names."""
     path, copy = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from lockstep.config.cli import HYDRA, groups, help_text, quoted, read_command, wants_help
+from lockstep.config.cli import HYDRA, explain, groups, help_text, quoted, read_command, wants_help
 from lockstep.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.runs import configure
@@ -71,6 +72,13 @@ def test_flag_mistakes(argv: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         read_command(argv)
     assert message in str(caught.value)
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "multirun.yaml")
+    told = "multirun.yaml cannot be written: No space left on device: make room"
+    assert str(explain(full, tmp_path)).startswith(told)
+    assert explain(OSError(errno.EIO, "Input/output error"), tmp_path) is None
 
 
 def test_help_is_asked_for_by_either_name() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from lockstep.config.plan import ModelFacts
+from lockstep.config.refusals import check_new
 from lockstep.errors import UserError
 from tests.config.facts import BATCHNORM, DATA, EIGHT, MODEL, ONE, plan
+from tests.runs import configure
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,30 @@ def test_refused(overrides: list[str], facts: dict[str, Any], message: str) -> N
         plan(*overrides, **facts)
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (["++model.kwargs.in_chans=1"], "model.kwargs.in_chans = 1: images have three"),
+        (["++model.kwargs.drop_path_rate=0.2", "model.drop_path=0.1"],
+         "model.kwargs.drop_path_rate = 0.2 with model.drop_path = 0.1: give one of them"),
+        (["++optimizer.kwargs.weight_decay=0.1"], "use optimizer.weight_decay"),
+        (["launch.timeout_seconds=0.5"], "launch.timeout_seconds = 0.5: at least 1"),
+        ([f"seed={1 << 63}"], "seed = 9223372036854775808: at most 9223372036854775807"),
+    ],
+)  # fmt: skip
+def test_refused_to_new_runs(overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_new(configure(*overrides))
+    assert told in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_what_timm_alone_can_do_is_no_mistake() -> None:
+    """Some of its networks have stochastic depth unless told otherwise."""
+    check_new(configure("model.drop_path=0", "++model.kwargs.drop_path_rate=0"))
+    check_new(configure("model.patch_size=null", "++model.kwargs.patch_size=4"))
+    check_new(configure(f"seed={(1 << 63) - 1}"))
 
 
 def test_all_refusals_at_once() -> None:

@@ -102,6 +102,21 @@ def test_arguments_that_add_state(name: str, kwargs: dict[str, Any]) -> None:
     assert_same(parts, whole)
 
 
+def test_how_it_updates_is_not_saved() -> None:
+    """Of a checkpoint from a GPU, or of an earlier version, the kernel's name is left."""
+    whole, parts = (state_with("adamw", kwargs={"fused": True}) for _ in range(2))
+    train(parts, 0, 2)
+    tensors, meta = saved(parts)
+    assert not any("fused" in group for group in meta["optimizer"]["groups"])
+    for group in meta["optimizer"]["groups"]:
+        group["fused"] = True
+    other = restored(state_with("adamw", kwargs={"foreach": True}), tensors, meta)
+    assert {group["fused"] for group in other.optimizer.param_groups} == {None}
+    train(other, 2, 4)
+    train(whole, 0, 4)
+    torch.testing.assert_close(other.tensors(), whole.tensors())
+
+
 def test_averages_scaler_and_progress() -> None:
     whole, parts = state_with("adamw", ema=True), state_with("adamw", ema=True)
     train(whole, 0, 6)

@@ -35,7 +35,7 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
         card: plain JSON values.
 
     Raises:
-        UserError: the disk is full or refuses; an earlier export is intact.
+        UserError: the disk is full or refuses; what was there before is intact.
     """
     assert path.suffix == ".safetensors", path
     seen: set[int] = set()
@@ -46,7 +46,6 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
         storage = tensor.untyped_storage().data_ptr()
         tensors[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
-    path = path.resolve()  # a link stays one
     partial, partial_card = (p.with_name(f".{p.name}.tmp") for p in (path, card_path(path)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +62,7 @@ def export_weights(state: dict[str, torch.Tensor], path: Path, *, card: dict[str
             "num_tensors": len(tensors),
         }
         atomic_write(partial_card, json.dumps(card | {"weights": weights}, indent=2).encode())
-        # Both are there: neither is left without the other.
+        # Both are whole before one takes its place.
         partial.replace(path)
         partial_card.replace(card_path(path))
         sync_folder(path.parent)

@@ -269,7 +269,7 @@ def explain(error: Exception, conf: Path) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return "configuration: " + " ".join(text.split())
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return f"{error.filename or 'a file'} cannot be written: {error.strerror}: make room"
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}: make room, or choose another place"
     if isinstance(error, ValueError) and _raised_in_hydra(error):
         return "command line: " + " ".join(text.split())
     return None

@@ -1,6 +1,7 @@
 """Settings that do not go together: what is refused, and what is told.
 
 Each function adds to ``problems``, which end the run before it begins, or to ``notes`` of the plan.
+:func:`check_new` is for runs that have not begun: what others were made of stays readable.
 """
 
 from __future__ import annotations
@@ -8,6 +9,47 @@ from __future__ import annotations
 from lockstep.config import sizing
 from lockstep.config.schema import Config
 from lockstep.config.sizing import ModelFacts
+from lockstep.errors import UserError
+
+_MODEL_KEYS = {
+    "num_classes": "the data set has its own number of classes",
+    "in_chans": "images have three channels",
+    "img_size": "use model.image_size",
+}
+"""Arguments of timm's that are not for ``model.kwargs``, and what is instead."""
+_OPTIMIZER_KEYS = ("lr", "weight_decay")
+_MOST_SEED = (1 << 63) - 1
+"""numpy takes larger ones for floating point numbers, many of which are the same."""
+
+
+def check_new(config: Config) -> None:
+    """Refuse values that would be ignored, or break the run later. Raises UserError."""
+    model, optimizer = config.model, config.optimizer
+    problems = [
+        f"model.kwargs.{key} = {model.kwargs[key]}: {instead}"
+        for key, instead in _MODEL_KEYS.items()
+        if key in model.kwargs
+    ]
+    twice = {
+        "drop_path_rate": ("drop_path", model.drop_path),
+        "patch_size": ("patch_size", model.patch_size),
+    }
+    problems += [
+        f"model.kwargs.{theirs} = {model.kwargs[theirs]} with model.{ours} = {value}: give one of them"
+        for theirs, (ours, value) in twice.items()
+        if theirs in model.kwargs and value
+    ]
+    problems += [
+        f"optimizer.kwargs.{key} = {optimizer.kwargs[key]}: use optimizer.{key}"
+        for key in _OPTIMIZER_KEYS
+        if key in optimizer.kwargs
+    ]
+    if config.seed > _MOST_SEED:
+        problems.append(f"seed = {config.seed}: at most {_MOST_SEED}")
+    if config.launch.timeout_seconds < 1:
+        problems.append(f"launch.timeout_seconds = {config.launch.timeout_seconds:g}: at least 1")
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def check_launch(config: Config, model: ModelFacts, problems: list[str], notes: list[str]) -> None:

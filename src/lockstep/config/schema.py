@@ -235,13 +235,6 @@ class Optimizer(Section):
     clip_grad_norm: PositiveFloat | None = Field(description="largest global gradient norm")
     kwargs: dict[str, Any] = Field(description="further arguments of the optimiser")
 
-    @field_validator("kwargs")
-    @classmethod
-    def _further_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if own := sorted({"lr", "weight_decay"} & value.keys()):
-            raise ValueError(f"{own[0]} has a key of its own: use optimizer.{own[0]}")
-        return value
-
 
 class Schedule(Section):
     """Learning rate as a function of the optimiser step."""
@@ -363,7 +356,7 @@ class Launch(Section):
         "of nodes, always for MIN:MAX. Three failures without a new checkpoint end the run anyway"
     )
     timeout_seconds: PositiveFloat = Field(
-        ge=1, description="a process that stands still for longer, while others wait, hangs"
+        description="a process that stands still for longer, while others wait, hangs"
     )
     grace_seconds: PositiveFloat = Field(description="time to save after a request to stop")
 
@@ -412,8 +405,7 @@ class Config(Section):
         description="cuda, cpu, or auto: cuda where a GPU is visible"
     )
     seed: NonNegativeInt = Field(
-        lt=1 << 63,  # numpy takes larger ones for floating point numbers, which are the same
-        description="of first weights, order, augmentation and stochastic depth",
+        description="of first weights, order, augmentation and stochastic depth"
     )
     epochs: PositiveInt = Field(description="passes over the training images")
     steps: PositiveInt | None = Field(description="total optimiser steps, instead of epochs")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config.plan import Plan
+from lockstep.config.refusals import check_new
 from lockstep.config.schema import Config
 from lockstep.errors import (
     EXIT_FAILURE,
@@ -71,6 +72,8 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
             f"resume = {given}: must be auto, never, or the folder of a run or checkpoint; there is no "
             "such folder"
         )
+    if not (run_dir / "config.yaml").exists():
+        check_new(config)
     plan = plan or _make_plan(config, joined)
     if config.plan:
         if joined is None or joined.rank == 0:

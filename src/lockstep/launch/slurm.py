@@ -90,8 +90,8 @@ def render(config: Config, name: str, argv: Sequence[str]) -> str:
         if value is not False
     ]
     replaced = ("run.name=", "launch.scheduler=", "launch.dry_run=", "launch.rendezvous=")
-    words = [word for word in argv if not word.startswith(replaced)]
-    ours = [f'run.name="{name}"', "launch.scheduler=local"]
+    words = [word for word in argv if not word.lstrip("+~").startswith(replaced)]
+    ours = [f'run.name="{name}"', "launch.scheduler=local", "launch.dry_run=false"]
     command = shlex.join([sys.executable, *words, *ours])
     lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1"]
     if launch.max_nodes > 1:

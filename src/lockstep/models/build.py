@@ -30,15 +30,6 @@ from lockstep.models.batchnorm import frozen
 from lockstep.models.deferred import build_deferred
 from lockstep.models.stochastic import seed_by_sample
 
-_KEYS_INSTEAD = {
-    "num_classes": "the data set has its own number of classes",
-    "in_chans": "images have three channels",
-    "img_size": "use model.image_size",
-    "drop_path_rate": "use model.drop_path",
-    "patch_size": "use model.patch_size",
-}
-"""Arguments of timm's that are not for ``model.kwargs``."""
-
 
 def build(cfg: Model, *, image_size: int, num_classes: int, seed: int, meta: bool) -> nn.Module:
     """Build the model, the same on every rank.
@@ -55,7 +46,7 @@ def build(cfg: Model, *, image_size: int, num_classes: int, seed: int, meta: boo
         UserError: unknown name, argument, size or weights that timm refuses.
     """
     check_name(cfg.name)
-    _check_arguments(cfg)
+    _check_sources(cfg)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if cfg.draw == "parameter" and not meta and not cfg.pretrained:
@@ -156,18 +147,13 @@ def check_name(name: str) -> None:
     raise UserError(f"model.name = {name}: timm has no such model; {hint}")
 
 
-def _check_arguments(cfg: Model) -> None:
-    """Refuse what has a key of its own, and what would load files that may run code.
-
-    A recipe may come from a stranger.
-    """
+def _check_sources(cfg: Model) -> None:
+    """Refuse what would load files that may run code; a recipe may come from a stranger."""
     if other := sorted(k for k in cfg.kwargs if k.startswith("pretrained")):
         raise UserError(
             f"model.kwargs.{other[0]}: use model.pretrained=true, and a model.name that names the "
             "weights (timm.list_pretrained())"
         )
-    if own := sorted(_KEYS_INSTEAD.keys() & cfg.kwargs.keys()):
-        raise UserError(f"model.kwargs.{own[0]} = {cfg.kwargs[own[0]]}: {_KEYS_INSTEAD[own[0]]}")
     path = str(cfg.kwargs.get("checkpoint_path") or "")
     if path and not path.endswith(".safetensors"):
         raise UserError(

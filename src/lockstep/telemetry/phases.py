@@ -97,7 +97,7 @@ class Phases:
                 seen, since, written = self._count, time.monotonic(), False
             elif not written and time.monotonic() - since > patience_seconds:
                 written = True
-                with contextlib.suppress(OSError, RuntimeError):
+                with contextlib.suppress(OSError, RuntimeError, ValueError):
                     with stack_path(logs, self._rank).open("w") as file:
                         faulthandler.dump_traceback(file, all_threads=True)
                     flight_path(logs, self._rank).write_text(dist.flight_record() or "{}")

@@ -116,10 +116,6 @@ class Sweep:
                 "a sweep starts its own processes: run it without torchrun, and with one task "
                 "(launch.processes=N are the processes of a job)"
             )
-        if raw.plan:
-            raise UserError(
-                "plan = true: a sweep prints no plans: leave out -m, and give each key one value"
-            )
         self._refuse_what_all_share(raw)
         self.folder = Path(raw.run.root) / self.name
         try:
@@ -155,7 +151,7 @@ class Sweep:
         typed = {o.lstrip("+~").partition("=")[0] for o in self.command.overrides}
         fixed = typed - set(self.command.varied)
         try:
-            bind(raw)
+            _refuse_plan(bind(raw))
         except UserError as exc:
             lines = str(exc).splitlines()
             ours = [s for s in lines if s.startswith("sweep.") or re.split("[ :]", s)[0] in fixed]
@@ -268,6 +264,7 @@ class Sweep:
         try:
             config = bind(raw)
             run_dir = Path(config.run.root) / run_name(config, choices, swept)
+            _refuse_plan(config)
             if config.launch.scheduler != "local":
                 raise UserError(
                     f"launch.scheduler = {config.launch.scheduler} in a sweep: leave it out, and "
@@ -475,6 +472,13 @@ class Sweep:
     def _tell(self, label: str, what: str) -> None:
         self._told += 1
         say((f"[{self._told}/{self._total}] " if self._total > 1 else "") + f"{label}: {what}")
+
+
+def _refuse_plan(config: Config) -> None:
+    if config.plan:
+        raise UserError(
+            "plan = true: a sweep prints no plans: leave out -m, and give each key one value"
+        )
 
 
 def visible_gpus() -> list[str]:
