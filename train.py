@@ -7,11 +7,14 @@ needed, so that help, ``--cfg`` and shell completion stay quick.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 try:
+    if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while importing: no traceback
     import hydra
 except ModuleNotFoundError as error:
     hint = "`make setup` and `. .venv/bin/activate`, or pip install -e ."
@@ -35,6 +38,8 @@ CONF = Path(__file__).resolve().parent / "conf"
 
 def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if wants_help(argv):
         print(help_text(CONF))
         return EXIT_OK

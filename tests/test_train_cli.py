@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,6 +164,20 @@ def test_help_and_cfg_import_no_torch(argv: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, REPOSITORY / "train.py"],
+        env=clean_environment() | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'src'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=50)[0] == "" and process.returncode == -signal.SIGINT
 
 
 def test_plan_and_its_refusals(train: Train, tmp_path: Path) -> None:
