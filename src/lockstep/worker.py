@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep import __version__, dist
 from lockstep.checkpoint.export import git_revision
 from lockstep.checkpoint.manifest import check_law
-from lockstep.checkpoint.store import Found, Store
+from lockstep.checkpoint.store import Found, Store, find_checkpoint
 from lockstep.config.bind import fingerprint, law
 from lockstep.config.plan import Plan, even_micro
 from lockstep.config.schema import Config, Fraction, PositiveInt
@@ -159,7 +159,7 @@ def compose(
         if config.checkpoint.asynchronous == "auto"
         else config.checkpoint.asynchronous,
     )
-    found = find_checkpoint(config, store)
+    found = where_to_begin(config, store)
     notes = [*notes, *share_decoding(config, found, train_loader, val_loader)]
 
     plan, told = settle_micro_batch(config, plan, device, found)
@@ -437,14 +437,14 @@ def refuse_different_data(config: Config, *loaders: Loader) -> None:
         )
 
 
-def find_checkpoint(config: Config, store: Store) -> Found | None:
+def where_to_begin(config: Config, store: Store) -> Found | None:
     """What to go on from: this run's own newest checkpoint, else the one that ``resume`` names."""
     # With resume=never, too: the launcher has seen an empty folder, so what is there is of this
     # very start, before a restart or a rollback.
     found = store.find()
     if found is None and config.resume not in ("auto", "never"):
         try:
-            found = store.find(Path(config.resume))
+            found = find_checkpoint(Path(config.resume))
         except UserError as error:
             raise UserError(f"resume = {config.resume}: {error}") from error
     return found

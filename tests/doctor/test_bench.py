@@ -106,6 +106,29 @@ def test_all_peers_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
+@pytest.mark.parametrize("way", peers.PEERS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_peers_compute_in_16_bits_beside_ours(
+    monkeypatch: pytest.MonkeyPatch, way: str, precision: str
+) -> None:
+    asked = small_case("strategy=single", "precision=bf16")
+    config = asked.config.model_copy(
+        update={"precision": asked.config.precision.model_copy(update={"name": precision})}
+    )
+    seen = []
+
+    def watched(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = create(*args, **kwargs)
+        model.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+        return model
+
+    create = peers.create
+    monkeypatch.setattr(peers, "create", watched)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    peers.PEERS[way](config, asked.plan, CPU)()
+    assert seen == [True]
+
+
 def test_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One case in processes of its own, as a user would measure it; and compared with itself."""
     for name, value in clean_environment().items():

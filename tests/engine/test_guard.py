@@ -99,6 +99,13 @@ def test_a_spike_is_measured_by_the_recent_median() -> None:
     assert recent == [1.0] * 50
 
 
+def test_no_spike_over_a_loss_of_nothing() -> None:
+    assert (
+        guard([0.0] * 50, spike=3.0).check(record(60, 1e-6), None, losses(1e-6), left_out=False)
+        is None
+    )
+
+
 def test_no_spike_without_the_option() -> None:
     recent: list[float] = [1.0] * 50
     assert guard(recent).check(record(60, 1e9), None, losses(1e9), left_out=False) is None
@@ -195,6 +202,29 @@ def test_both_policies_leave_out_the_same(
     a, b = (load_file(tmp_path / p / "model.safetensors") for p in ("skip", "rollback"))
     a, b = ({n: w for n, w in x.items() if w.is_floating_point()} for x in (a, b))
     torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_saving_before_the_first_update_changes_nothing(
+    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither memory for a save behind the training, nor a save, nor a resume from it."""
+    poison(monkeypatch, step=1)
+    ways = {
+        "late": ["checkpoint.async=false", "checkpoint.every_steps=9"],
+        "behind": ["checkpoint.async=true"],
+        "each": ["checkpoint.async=false", "checkpoint.every_steps=1"],
+        "parts": ["checkpoint.async=true", "stop_at=1"],
+    }
+    for name, words in ways.items():
+        cfg = config("guard.nonfinite=skip", *words)
+        train_one_rank(cfg, plan_of(cfg), tmp_path / name)
+    cfg = config("guard.nonfinite=skip")
+    train_one_rank(cfg, plan_of(cfg), tmp_path / "parts")
+    late, *others = (
+        [(s["step"], s["loss"]) for s in records(tmp_path / name, "step")] for name in ways
+    )
+    assert len(late) == 9 and late[0] == (1, None)
+    assert others == [late] * 3
 
 
 def test_a_left_out_step_stays_left_out_after_a_resume(

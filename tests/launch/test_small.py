@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.manifest import Manifest, commit
+from lockstep.config.bind import law, load_config
 from lockstep.config.schema import Config, Nccl
 from lockstep.errors import NotBegun, Stopped, UserError
 from lockstep.launch import folder, nccl
 from lockstep.launch.folder import again, run_lock
-from lockstep.launch.report import Report, clear_reports, read_reports
+from lockstep.launch.report import Report, clear_report, read_reports
 from lockstep.launch.signals import STOP_SIGNALS, StopFlag, refusing_to_start
 from tests.conftest import clean_environment
 from tests.runs import configure, plan_of
@@ -98,11 +99,11 @@ def test_reports_put_the_cause_first(tmp_path: Path) -> None:
     assert [(r.rank, r.kind) for r in found] == [(1, "crash"), (2, "stopped"), (0, "crash")]
     assert Report.of(NotBegun("asked"), 3).kind == "stopped"
     assert "ValueError: the cause" in found[0].traceback
-    clear_reports(tmp_path, [0])
-    assert [r.rank for r in read_reports(tmp_path)] == [1, 2]
-    (tmp_path / "error-rank-9.json").write_text("{torn")
-    clear_reports(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "error-rank-1.json").write_text("{torn")
+    assert [r.rank for r in read_reports(tmp_path)] == [2, 0]
+    for rank in (0, 1, 3):
+        clear_report(tmp_path, rank)
+    assert [path.name for path in tmp_path.iterdir()] == ["error-rank-2.json"]
 
 
 def test_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
@@ -126,6 +127,20 @@ def test_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
         holder.communicate()
     with run_lock(tmp_path):
         assert f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
+
+
+def test_what_made_a_checkpoint_is_asked_of_it(tmp_path: Path) -> None:
+    """A damaged config.yaml does not let another configuration take its place."""
+    mine, other = configure("optimizer.lr=0.001"), configure("optimizer.lr=0.5")
+    plan, checkpoint = plan_of(mine), tmp_path / "checkpoints/step-3"
+    checkpoint.mkdir(parents=True)
+    commit(checkpoint, Manifest(step=3, metric=None, meta={"law": law(mine)}, files={}))
+    (tmp_path / "config.yaml").write_text("torn: [")
+    with pytest.raises(UserError, match=r"optimizer\.lr"), folder.claim(tmp_path, other, plan):
+        pass
+    assert (tmp_path / "config.yaml").read_text() == "torn: ["
+    with folder.claim(tmp_path, mine, plan):
+        assert load_config(tmp_path / "config.yaml") == mine
 
 
 def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

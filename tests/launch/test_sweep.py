@@ -22,9 +22,11 @@ from lockstep.config.cli import read_command
 from lockstep.errors import UserError
 from lockstep.launch.sweep import Sweep
 from lockstep.launch.sweep.ledger import Entry
+from lockstep.launch.sweep.prune import is_poor, result
 from lockstep.launch.sweep.report import write_reports
 from tests.conftest import PATIENCE_SECONDS, opened, wait_until
 from tests.launch.sweep_door import main as door
+from tests.runs import configure
 
 DOOR = Path(__file__).with_name("sweep_door.py")
 
@@ -188,6 +190,35 @@ def test_poor_jobs_are_pruned(tmp_path: Path, sweep: Command) -> None:
     assert code == 0 and "pruned before" in err and len(starts(tmp_path)["1"]) == 1
     assert sweep(*words)[0] == 0
     assert column(tmp_path, "state")["1"] == "done" and no_step_twice(tmp_path)
+
+
+def evaluated(run: Path, top1: dict[int, float]) -> Path:
+    """A run of 100 steps whose records say what it had reached when."""
+    run.mkdir()
+    (run / "plan.json").write_text('{"total_steps": 100}')
+    lines = [
+        {"kind": "eval", "step": step, "weights": "raw", "top1": value, "top5": 100.0, "loss": 1.0}
+        for step, value in top1.items()
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_jobs_that_evaluate_at_other_steps(tmp_path: Path) -> None:
+    """``batch.global`` varies. Only who has a figure from before is compared with."""
+    rule = configure("sweep.prune=0.5", "sweep.prune_after=2", "sweep.prune_from=0.1").sweep
+    others = [
+        evaluated(tmp_path / f"other-{number}", {45: 50.0 + number, 90: 60.0})
+        for number in range(3)
+    ]
+    assert not is_poor(evaluated(tmp_path / "early", {12: 1.0, 24: 2.0}), others, rule)
+    assert is_poor(evaluated(tmp_path / "late", {24: 2.0, 48: 3.0}), others, rule)
+    assert not is_poor(evaluated(tmp_path / "good", {24: 2.0, 48: 52.0}), others, rule)
+
+
+def test_a_loss_that_is_no_number_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "DONE").write_text('{"step": 4, "top1": 25.0, "top5": 50.0, "loss": NaN}')
+    assert result(tmp_path) == {"step": 4, "top1": 25.0, "top5": 50.0}
 
 
 def test_joblib_starts_the_jobs(tmp_path: Path, sweep: Command) -> None:

@@ -10,10 +10,12 @@ import timm
 import torch
 from torch import nn
 
+from lockstep import dist
 from lockstep.config.schema import Model
 from lockstep.errors import UserError
 from lockstep.models.build import blocks, build, count, no_decay_names
 from lockstep.models.stochastic import SampleDropPath
+from tests.pool import on_group
 
 
 def config(name: str, **changes: Any) -> Model:
@@ -124,6 +126,26 @@ def test_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("socket.getaddrinfo", no_network)
     with pytest.raises(UserError, match=r"pretrained = true: no network .*=false"):
         built("vit_tiny_patch16_224", 224, pretrained=True)
+
+
+def refused_weights() -> tuple[str, str]:
+    """Every rank's message, and where it goes on together with the others."""
+
+    def absent(*_: Any, **__: Any) -> None:
+        raise OSError("404")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.models.build._check_network", lambda _: None)
+        patch.setattr("timm.create_model", absent)
+        with pytest.raises(UserError) as caught:
+            dist.together(lambda: built("vit_tiny_patch16_224", 224, pretrained=True))
+    return str(caught.value), dist.broadcast_object("together")
+
+
+def test_no_process_waits_for_weights_that_another_could_not_fetch(pool: Any) -> None:
+    for message, place in pool(2, on_group, refused_weights):
+        assert message.startswith("model.pretrained = true: the weights of vit_tiny")
+        assert place == "together"
 
 
 # --- counting ---------------------------------------------------------------------------------

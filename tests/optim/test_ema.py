@@ -101,8 +101,23 @@ def test_frozen_parameters_are_no_part_of_it() -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     average = WeightAverage(model, [], config())
-    assert sorted(average.shadow) == ["0.bias", "1.bias", "1.weight", "2.bias", "2.weight"]
+    statistics = ["1.running_mean", "1.running_var"]
+    assert sorted(average.shadow) == [
+        "0.bias",
+        "1.bias",
+        *statistics,
+        "1.weight",
+        "2.bias",
+        "2.weight",
+    ]
+
+
+def test_statistics_that_are_no_partial_sums() -> None:
+    """Those of SyncBatchNorm are the same on every rank."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(network())
+    average, seen = averaged(model, config())
     assert average.buffers == []
+    torch.testing.assert_close(average.shadow, expected(seen, [0.9] * STEPS))
 
 
 def test_buffers_are_the_shadows_of_the_statistics() -> None:

@@ -35,7 +35,6 @@ class Found:
     path: Path
     step: int
     meta: dict[str, Any]
-    metric: float | None
     files: tuple[str, ...]
     """Names of the verified files."""
     notes: list[str] = field(default_factory=list)
@@ -154,20 +153,15 @@ class Store:
             self._writer.close()
             self._writer = None
 
-    def find(self, where: Path | None = None) -> Found | None:
-        """The newest checkpoint that is committed and intact, verified on rank 0.
-
-        Args:
-            where: a run folder, its checkpoints folder or one ``step-N`` folder; None: this run.
+    def find(self) -> Found | None:
+        """The run's newest checkpoint that is committed and intact, verified on rank 0.
 
         Returns:
             None only if this run has no checkpoints at all.
 
         Raises:
-            UserError: nothing good at ``where``, or all checkpoints of this run are damaged.
+            UserError: all of them are damaged.
         """
-        if where is not None:
-            return find_checkpoint(where)
         return dist.on_main(self._find_own)
 
     def load(self, found: Found, tensors: Tensors) -> dict[str, Any]:
@@ -276,7 +270,7 @@ def _newest_good(folders: Iterable[tuple[int, Path]]) -> tuple[Found | None, dic
             continue
         notes = [f"{name}: {why}; falling back to {folder.name}" for name, why in reasons.items()]
         files = tuple(manifest.files)
-        return Found(folder, step, manifest.meta, manifest.metric, files, notes), reasons
+        return Found(folder, step, manifest.meta, files, notes), reasons
     return None, reasons
 
 

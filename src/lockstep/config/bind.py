@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from lockstep.config.schema import Config
+from lockstep.durable import atomic_write
 from lockstep.errors import UserError
 
 NOT_LAW = (
@@ -131,9 +131,7 @@ def bind_saved(raw: DictConfig | Mapping[str, Any]) -> Config:
 def save_config(config: Config, path: Path) -> None:
     """Write the configuration as YAML from which ``train.py`` repeats the run; atomic."""
     values = config.model_dump(mode="json", by_alias=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    partial.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    partial.replace(path)
+    atomic_write(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode())
 
 
 def law(config: Config) -> dict[str, Any]:

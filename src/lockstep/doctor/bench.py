@@ -65,7 +65,7 @@ class Case:
     """One thing to measure: a run, or a peer of it."""
 
     way: str
-    """Of :data:`lockstep.doctor.case.WAYS`."""
+    """``lockstep``, or one of :data:`lockstep.doctor.peers.PEERS`."""
     config: Config
     plan: Plan
     overrides: tuple[str, ...] = ()

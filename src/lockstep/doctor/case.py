@@ -30,7 +30,6 @@ from lockstep.launch.process import Job
 from lockstep.parent import die_with_parent
 
 LOCKSTEP = "lockstep"
-WAYS = (LOCKSTEP, *PEERS)
 MODULE = "lockstep.doctor.case"
 _ORDER = "order.json"
 """Beside the run's folder."""

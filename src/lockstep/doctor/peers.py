@@ -7,7 +7,6 @@ All of them let cuDNN choose its algorithms by measurement, as timm's train.py d
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,18 +24,9 @@ from lockstep.config.schema import Config, Optimizer
 from lockstep.doctor.synthetic import images_and_targets
 from lockstep.models.build import create, no_decay_names
 from lockstep.optim.build import build_optimizer
+from lockstep.strategy.precision import autocast, set_matmul_precision
 
 Step = Callable[[], None]
-
-
-def eager(config: Config, plan: Plan, device: torch.device) -> Step:
-    """Plain PyTorch: autocast, channels_last, fused optimiser."""
-    return _plain(config, plan, device, compiled=False)
-
-
-def compiled(config: Config, plan: Plan, device: torch.device) -> Step:
-    """The same with ``torch.compile`` around the model."""
-    return _plain(config, plan, device, compiled=True)
 
 
 def timm_way(config: Config, plan: Plan, device: torch.device) -> Step:
@@ -54,12 +44,11 @@ def timm_way(config: Config, plan: Plan, device: torch.device) -> Step:
         loss_fn = SoftTargetCrossEntropy()
     elif smoothing:
         loss_fn = LabelSmoothingCrossEntropy(smoothing=smoothing)
-    autocast = _autocast(config, device)
     scaler = NativeScaler(device=device.type) if config.precision.name == "fp16" else None
     parameters = list(model.parameters())
 
     def step() -> None:
-        with autocast():
+        with autocast(config.precision, device):
             loss = loss_fn(model(images), targets)
         if scaler is not None:
             scaler(loss, optimizer, clip_grad=cfg.clip_grad_norm, parameters=parameters)
@@ -73,10 +62,8 @@ def timm_way(config: Config, plan: Plan, device: torch.device) -> Step:
     return step
 
 
-PEERS = {"plain eager": eager, "plain compile": compiled, "timm": timm_way}
-
-
 def _plain(config: Config, plan: Plan, device: torch.device, *, compiled: bool) -> Step:
+    """Plain PyTorch: autocast, channels_last, fused optimiser."""
     _set_backends(config)
     network = _model(config, plan, device)
     cfg, images, targets = config.optimizer, *_batch(config, plan, device)
@@ -87,12 +74,11 @@ def _plain(config: Config, plan: Plan, device: torch.device, *, compiled: bool) 
     model = _wrapped(network, device)
     if compiled:
         model = torch.compile(model)  # type: ignore[assignment]
-    autocast = _autocast(config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision.name == "fp16")
     parameters = list(network.parameters())
 
     def step() -> None:
-        with autocast():
+        with autocast(config.precision, device):
             logits = model(images)
             loss = F.cross_entropy(logits, targets, label_smoothing=config.augment.label_smoothing)
         scaler.scale(loss).backward()
@@ -107,9 +93,7 @@ def _plain(config: Config, plan: Plan, device: torch.device, *, compiled: bool) 
 
 
 def _set_backends(config: Config) -> None:
-    tf32 = config.precision.name != "fp32"
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
+    set_matmul_precision(config.precision)
     torch.backends.cudnn.benchmark = True
 
 
@@ -130,10 +114,12 @@ def _wrapped(model: nn.Module, device: torch.device) -> nn.Module:
     return DistributedDataParallel(model, [device.index] if device.type == "cuda" else None)
 
 
-def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision.name)
-    return nullcontext if dtype is None else partial(torch.autocast, device.type, dtype)
-
-
 def _arguments(cfg: Optimizer) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in cfg.kwargs.items()}
+
+
+PEERS: dict[str, Callable[[Config, Plan, torch.device], Step]] = {
+    "plain eager": partial(_plain, compiled=False),
+    "plain compile": partial(_plain, compiled=True),
+    "timm": timm_way,
+}

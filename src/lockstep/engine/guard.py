@@ -95,7 +95,7 @@ class StepGuard:
             return
         if len(self._recent) >= SPIKE_LEAST:
             usual = median(self._recent)
-            if loss > self._cfg.spike * usual:
+            if loss > self._cfg.spike * usual > 0:
                 # The update before may be the cause, this step's samples may be it, too.
                 raise RollBack(
                     [step - 1, step],

@@ -104,7 +104,7 @@ def fit(t: Training) -> dict[str, EvalResult]:
                     began = None
                     keep_all()  # what compiling has left
                 if t.store.wants_memory:
-                    t.store.reserve(t.state.tensors())  # not before the optimiser has its state
+                    t.store.reserve(t.state.to_save()[0])
                 if t.state.progress.step % _GARBAGE_STEPS == 0:
                     gc.collect()
                 pause(t, recorder)
@@ -283,10 +283,11 @@ def save(t: Training, recorder: Recorder) -> None:
     averages = state.ema.buffers if state.ema is not None else []
     with state.statistics.whole(averages):
         state.statistics.set_batches_tracked(progress.micro_batches)
+        tensors, meta = state.to_save()
         t.store.save(
             progress.step,
-            state.tensors(),
-            t.manifest | state.meta(),
+            tensors,
+            t.manifest | meta,
             metric=main_result(t.results).top1 if evaluated else None,
             changing=[*state.model.buffers(), *averages],
         )

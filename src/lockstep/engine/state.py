@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lockstep import dist
 from lockstep.checkpoint.shards import Tensors
 from lockstep.models.batchnorm import RunningStatistics
 from lockstep.optim.ema import WeightAverage
@@ -60,9 +63,10 @@ class TrainState:
     progress: Progress
 
     def tensors(self) -> Tensors:
-        """Tensors to save, or to load into: canonical names, each rank's shards.
+        """Tensors to load into: canonical names, each rank's shards.
 
-        All ranks enter here. An optimiser that has not stepped yet is given its state first.
+        All ranks enter here. An optimiser that has not stepped yet is given its state first, which
+        counts a step: see :meth:`to_save`.
         """
         if not self.optimizer.state:
             self._flat_optimizer()
@@ -74,13 +78,34 @@ class TrainState:
             tensors["ema"] = dict(self.ema.shadow)
         return tensors
 
-    def meta(self) -> dict[str, Any]:
-        """Plain values to save."""
-        return {
+    def to_save(self) -> tuple[Tensors, dict[str, Any]]:
+        """Tensors, with the same names at every step, and plain values. All ranks enter here.
+
+        Nothing changes: an optimiser all of whose updates were left out stays one that has not
+        stepped, here and where it is loaded.
+        """
+        begun = bool(self.optimizer.state)
+        meta = {
             "progress": asdict(self.progress),
             "scaler": self.scaler.state(),
-            "optimizer": self._optimizer_numbers(),
+            "optimizer": self._optimizer_numbers() | {"begun": begun},
         }
+        with nullcontext() if begun else self._undoing_a_step():
+            return self.tensors(), meta
+
+    @contextmanager
+    def _undoing_a_step(self) -> Iterator[None]:
+        """torch makes an optimiser's state by a step of zeros, which some take for a real one."""
+        groups = [dict(group) for group in self.optimizer.param_groups]
+        parameters = [dist.local_part(p) for group in groups for p in group["params"]]
+        values = [parameter.detach().clone() for parameter in parameters]
+        yield
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+        for group, before in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(before)
+        self.optimizer.state.clear()
 
     def adopt(self, tensors: Tensors, meta: dict[str, Any]) -> None:
         """Take over what was loaded into ``tensors()``. All ranks enter here."""
@@ -88,6 +113,8 @@ class TrainState:
         # Parts of a quantised tensor have been loaded in place.
         flat |= {k: v for k, v in tensors["optimizer"].items() if k in flat}
         set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
+        if not meta["optimizer"].get("begun", True):
+            self.optimizer.state.clear()
         self._adopt_optimizer_numbers(meta["optimizer"])
         self.model.load_state_dict(tensors["model"])
         self.statistics.split(self.statistics.buffers)

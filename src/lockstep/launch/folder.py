@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.manifest import (
+    Damaged,
     check_law,
     cut_off,
     is_committed,
@@ -140,8 +141,12 @@ def _check_same_run(run_dir: Path, config: Config) -> None:
     holds_results = checkpoints.is_dir() and any(checkpoints.iterdir())
     if not holds_results and not (run_dir / DONE).exists():
         return
-    try:
+    # What made a checkpoint is in its manifest; config.yaml may be damaged, or of another version.
+    for _, folder in step_folders(checkpoints):
+        with suppress(Damaged):
+            if isinstance(saved := read_manifest(folder).meta.get("law"), dict):
+                check_law(saved, law(config))
+                return
+    with suppress(UserError):
         saved = law(load_config(run_dir / "config.yaml"))
-    except UserError:
-        return  # missing, or of another version: the checkpoint itself carries the law, too
-    check_law(saved, law(config))
+        check_law(saved, law(config))

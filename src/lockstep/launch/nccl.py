@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from lockstep.config.schema import Nccl
+from lockstep.launch.env import say
 
 
 def apply(preset: Nccl) -> None:
@@ -13,8 +13,7 @@ def apply(preset: Nccl) -> None:
     for name, value in preset.env.items():
         before = os.environ.setdefault(name, str(value))
         if before != str(value):
-            print(
+            say(
                 f"note: {name}={before} from your environment stays (nccl={preset.name} "
-                f"would set {value})",
-                file=sys.stderr,
+                f"would set {value})"
             )

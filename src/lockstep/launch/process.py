@@ -20,7 +20,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
 from lockstep.launch.folder import LOGS, again, claim
 from lockstep.launch.hang import find_hang
-from lockstep.launch.report import Report, clear_reports, log_path, read_reports
+from lockstep.launch.report import Report, clear_report, log_path, read_reports
 from lockstep.launch.signals import StopFlag
 from lockstep.parent import die_with_parent
 
@@ -88,7 +88,7 @@ def work_and_report(job: Job) -> int:
     job.logs.mkdir(parents=True, exist_ok=True)
     if rank != 0:
         _redirect_output(log_path(job.logs, rank))
-    clear_reports(job.logs, [rank])
+    clear_report(job.logs, rank)
     try:
         with StopFlag(last_chance=False) as stop:
             work(job, stop)

@@ -7,7 +7,6 @@ import json
 import re
 import time
 import traceback
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,11 +66,9 @@ def read_reports(logs: Path, since: float = 0.0) -> list[Report]:
     return sorted(reports, key=lambda r: (r.lost_peer, r.time))
 
 
-def clear_reports(logs: Path, ranks: Iterable[int] | None = None) -> None:
-    """Forget former attempts, of all ranks unless some are named."""
-    stale = logs.glob("error-rank-*.json") if ranks is None else [_path(logs, r) for r in ranks]
-    for path in stale:
-        path.unlink(missing_ok=True)
+def clear_report(logs: Path, rank: int) -> None:
+    """Forget what a rank's former attempts have left."""
+    _path(logs, rank).unlink(missing_ok=True)
 
 
 def log_path(logs: Path, rank: int) -> Path:

@@ -215,20 +215,32 @@ def create(cfg: Model, image_size: int, num_classes: int, *, meta: bool) -> nn.M
         auto = 16 if image_size >= 64 else max(1, image_size // 4)
         kwargs["patch_size"] = auto if cfg.patch_size == "auto" else cfg.patch_size
     kwargs |= {k: tuple(v) if isinstance(v, list) else v for k, v in cfg.kwargs.items()}
-    if cfg.pretrained:
-        _check_network(cfg)
     if cfg.pretrained and dist.local_rank():
         dist.barrier()  # the first process of the machine fetches, the others find the file
+    try:
+        model = _created(cfg, image_size, kwargs, meta=meta)
+    finally:  # whatever became of it: the others wait
+        if cfg.pretrained and not dist.local_rank():
+            dist.barrier()
+    _check_patches(model, image_size)
+    if cfg.drop_path and not any(isinstance(m, DropPath) for m in model.modules()):
+        raise UserError(f"model.drop_path = {cfg.drop_path}: {cfg.name} has no stochastic depth")
+    return model
+
+
+def _created(cfg: Model, image_size: int, kwargs: dict[str, Any], *, meta: bool) -> nn.Module:
+    if cfg.pretrained:
+        _check_network(cfg)
     try:
         with torch.device("meta" if meta else "cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                model = timm.create_model(cfg.name, img_size=image_size, **kwargs)
+                return timm.create_model(cfg.name, img_size=image_size, **kwargs)
             except TypeError as exc:
                 if "img_size" not in str(exc):
                     raise
                 # Convolutional networks take any size and know no such argument.
-                model = timm.create_model(cfg.name, **kwargs)
+                return timm.create_model(cfg.name, **kwargs)
     except Exception as exc:
         if cfg.pretrained:
             raise UserError(
@@ -242,12 +254,6 @@ def create(cfg: Model, image_size: int, num_classes: int, *, meta: bool) -> nn.M
             f"model.name = {cfg.name} with {kwargs} at image_size = {image_size}: "
             f"{_first_line(exc)}"
         ) from exc
-    if cfg.pretrained and not dist.local_rank():
-        dist.barrier()
-    _check_patches(model, image_size)
-    if cfg.drop_path and not any(isinstance(m, DropPath) for m in model.modules()):
-        raise UserError(f"model.drop_path = {cfg.drop_path}: {cfg.name} has no stochastic depth")
-    return model
 
 
 def _check_patches(model: nn.Module, image_size: int) -> None:

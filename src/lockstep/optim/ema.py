@@ -13,9 +13,9 @@ from lockstep.config.schema import Ema
 
 
 class WeightAverage:
-    """Shadow copies of the parameters and of the BatchNorm statistics.
+    """Shadow copies of the parameters and of the running statistics.
 
-    The statistics may be a rank's partial sums: the average is linear, so averaging commutes with
+    The latter may be a rank's partial sums: the average is linear, so averaging commutes with
     summing over ranks. A deepcopy of the model fails under FSDP; cloned tensors keep their DTensor
     placements, and the update works on the local shards.
     """
@@ -26,7 +26,8 @@ class WeightAverage:
         self._live: dict[str, torch.Tensor] = {
             n: p for n, p in model.named_parameters() if p.requires_grad
         }
-        self._live |= {names[id(b)]: b for b in buffers}
+        running = ("running_mean", "running_var")
+        self._live |= {n: b for n, b in model.named_buffers() if n.rpartition(".")[2] in running}
         self._buffer_names = [names[id(b)] for b in buffers]
         self.shadow = {n: t.detach().clone() for n, t in self._live.items()}
 

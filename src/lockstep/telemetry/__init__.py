@@ -69,8 +69,10 @@ class Telemetry:
         self._tell_row()
         # The one that may raise comes last.
         self._sinks.sort(key=lambda sink: sink.essential)
-        self._tell(lambda sink: sink.close(summary))
-        self._sinks.clear()
+        try:
+            self._tell(lambda sink: sink.close(summary))
+        finally:
+            self._sinks.clear()
 
     def _tell_row(self) -> None:
         if (row := self._history.take_row()) is not None:

@@ -107,11 +107,10 @@ def _drop_lines(path: Path, keep_to_step: int) -> int:
 
     A torn last line is what every crash leaves and is not counted.
     """
-    num_lines = num_damaged = num_beyond = 0
+    num_damaged = num_beyond = 0
     torn = False
     with path.open("rb") as file:
         for line in file:
-            num_lines += 1
             record = _parse(line)
             torn = record is None and not line.endswith(b"\n")
             num_damaged += record is None

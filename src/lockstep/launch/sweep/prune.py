@@ -22,7 +22,7 @@ def result(run_dir: Path) -> dict[str, float]:
     """The figures of the run's last evaluation: of ``DONE`` if it is there; empty if none was."""
     try:
         summary = json.loads((run_dir / "DONE").read_text())
-        return {key: summary[key] for key in FIGURES if key in summary}
+        return {key: summary[key] for key in FIGURES if math.isfinite(summary.get(key, math.nan))}
     except (OSError, ValueError, TypeError):
         return next(reversed(evaluations(run_dir)), {})
 
@@ -46,7 +46,8 @@ def is_poor(run_dir: Path, others: Iterable[Path], rule: Sweep) -> bool:
     mine = evaluations(run_dir)
     if not mine or (step := mine[-1]["step"]) < rule.prune_from * _total_steps(run_dir):
         return False
-    theirs = [past for past in map(evaluations, others) if past and past[-1]["step"] >= step]
+    pasts = filter(None, map(evaluations, others))
+    theirs = [past for past in pasts if past[0]["step"] <= step <= past[-1]["step"]]
     if len(theirs) < rule.prune_after:
         return False
     bests = sorted(_best(past, step, rule.metric) for past in theirs)
