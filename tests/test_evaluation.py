@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from lockstep.checkpoint.export import read_card
 from lockstep.errors import UserError
 from lockstep.evaluation import Wanted, evaluate_weights, export, read_weights
 from lockstep.launch import launch
+from lockstep.strategy import precision
 from tests.runs import configure, records, write_few_digits
 
 TINY = ("device=cpu", "strategy=single", "batch.global=16", "batch.micro=8", "steps=3")
 EVERY_STEP = ("evaluate.every_steps=1", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
-SMALL_VIT = ("++model.kwargs={depth: 1, embed_dim: 24, num_heads: 2}",)
+SMALL_VIT = ("++model.kwargs={depth: 2, embed_dim: 32, num_heads: 2}",)
 RUNS = {
     "vit, ema": (*SMALL_VIT, "ema.enabled=true", "ema.warmup=true"),
     "vit, bf16": (*SMALL_VIT, "precision=bf16"),
@@ -124,6 +125,19 @@ def test_other_images(ema_run: Path, tmp_path: Path) -> None:
     done = evaluate_weights(weights, root=root, batch=None, device="auto")
     assert done.result.count == 12
     assert done.notes == [f"note: {root}/val holds other images than training evaluated"]
+
+
+def test_8_bits_that_are_not_here(ema_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_FP8_WIDTH", 16)
+    weights = read_weights(ema_run, "auto")
+    in_8_bits = weights.config.precision.model_copy(update={"name": "fp8"})
+    changed = replace(weights, config=weights.config.model_copy(update={"precision": in_8_bits}))
+    done = evaluate_weights(changed, root=None, batch=None, device="cpu")
+    (note,) = done.notes
+    assert note == (
+        "the run computed in 8 bits, and this evaluation in 16 (precision = fp8 needs a GPU of "
+        "compute capability 8.9 or newer, and this is a cpu): figures differ a little"
+    )
 
 
 @pytest.mark.parametrize("where", ["model.safetensors", "checkpoints/step-3"])

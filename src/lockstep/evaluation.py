@@ -31,7 +31,7 @@ from lockstep.errors import UserError
 from lockstep.machine import cores
 from lockstep.metrics import EvalResult
 from lockstep.models.build import build
-from lockstep.strategy.precision import lower_residuals, set_matmul_precision
+from lockstep.strategy.precision import lower_residuals, set_matmul_precision, use_fp8
 from lockstep.telemetry.files import read_records
 
 Kind = Literal["raw", "ema"]
@@ -257,6 +257,13 @@ def evaluate_weights(
             f"the weights do not fit {config.model.name} as timm builds it here: "
             f"{' '.join(str(exc).split())[:300]}; made with {weights.card['versions']}"
         ) from exc
+    if config.precision.name == "fp8":
+        try:
+            use_fp8(model, place)
+        except UserError as exc:
+            reason = str(exc).removesuffix(": use precision=bf16")
+            note = f"the run computed in 8 bits, and this evaluation in 16 ({reason}): figures differ a little"
+            notes = [*notes, note]
     if config.precision.residual == "low":
         lower_residuals(model, config.precision)
     if place.type == "cuda":

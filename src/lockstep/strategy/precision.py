@@ -78,11 +78,13 @@ def use_fp8(model: nn.Module, device: torch.device) -> None:
             "more in its blocks; scaling narrower ones costs more than 8 bits save; use "
             "precision=bf16"
         )
+    needs = "precision = fp8 needs a GPU of compute capability 8.9 or newer"
+    if device.type != "cuda":
+        raise UserError(f"{needs}, and this is a {device.type}: use precision=bf16")
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         raise UserError(
-            f"precision = fp8 needs a GPU of compute capability 8.9 or newer; "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: use "
+            f"{needs}; {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: use "
             "precision=bf16"
         )
     try:
