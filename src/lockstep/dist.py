@@ -181,12 +181,7 @@ def together(work: Callable[[], T]) -> T:
     All ranks enter here. Without it the other ranks would wait in the next collective for a rank
     that has already left. Other exceptions leave at once: the launcher ends the peers.
     """
-    error: str | None = None
-    result: T | None = None
-    try:
-        result = work()
-    except UserError as exc:
-        error = str(exc)
+    error, result = _attempt(work)
     first = next((e for e in gather_objects(error) if e is not None), None)
     if first is not None:
         raise UserError(first)
@@ -198,14 +193,7 @@ def on_main(work: Callable[[], T]) -> T:
 
     The result must be a plain object. All ranks enter here.
     """
-    error: str | None = None
-    result: T | None = None
-    if is_main():
-        try:
-            result = work()
-        except UserError as exc:
-            error = str(exc)
-    error, result = broadcast_object((error, result))
+    error, result = broadcast_object(_attempt(work) if is_main() else (None, None))
     if error is not None:
         raise UserError(error)
     return result  # type: ignore[return-value]
@@ -217,3 +205,11 @@ def on_main_only(work: Callable[[], T], *, otherwise: T) -> T:
     For results that cannot travel (open files). All ranks enter here.
     """
     return together(lambda: work() if is_main() else otherwise)
+
+
+def _attempt(work: Callable[[], T]) -> tuple[str | None, T | None]:
+    """The user's mistake that it meets, and the result."""
+    try:
+        return None, work()
+    except UserError as exc:
+        return str(exc), None

@@ -198,10 +198,9 @@ def _size(folder: Path) -> int:
 
 def _delete(path: Path) -> None:
     try:
-        # Of a link only the link: what it leads to is not this run's.
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-        else:
+        if path.is_dir():
             remove(path)
+        else:
+            path.unlink()
     except OSError as exc:
         raise UserError(f"{path}: cannot be deleted ({exc.strerror})") from exc
