@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.checkpoint.manage import Entry, best, prune, step_folder, survey
-from lockstep.door import positive
+from lockstep.door import aligned, positive
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, exit_code
 
 
@@ -72,7 +71,7 @@ def show(run: Path) -> int:
                 ", ".join(marks),
             )
         )
-    print("\n".join(table(rows)))
+    print("\n".join(aligned(rows, right=(0, 1, 3))))
     return EXIT_OK
 
 
@@ -120,18 +119,6 @@ def consolidate(args: argparse.Namespace) -> int:
 def told(entry: Entry) -> str:
     """State and reason."""
     return f"{entry.state}: {entry.why}" if entry.why else entry.state
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines with aligned columns; the first three figures to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            text.rjust(width) if i in (0, 1, 3) else text.ljust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep.door import aligned
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, UserError, exit_code
 from lockstep.versions.history import WEIGHTS, Counts, Version, difference, versions
 from lockstep.versions.repository import Repository
@@ -79,11 +80,7 @@ def show_list(most: int) -> int:
         found = versions(repository, most)
     rows = [["", "revision", "date", "data", "files", "top-1", "MB", "recipe", "subject"]]
     rows += [row(version) for version in found]
-    widths = [max(len(line[column]) for line in rows) for column in range(len(rows[0]))]
-    for line in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        )
+    print("\n".join(aligned(rows)))
     return EXIT_OK
 
 

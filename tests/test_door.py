@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.door import save_json
+from lockstep.door import aligned, save_json
 from lockstep.errors import UserError
 from tests.checkpoint.test_manifest import file_size_limit
 
@@ -34,7 +34,9 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 
 
 def test_stdout_keeps_what_is_printed(tmp_path: Path) -> None:
-    program = "from lockstep.door import save_json; from pathlib import Path; print('before');"
+    program = (
+        "from lockstep.door import aligned, save_json; from pathlib import Path; print('before');"
+    )
     program += "save_json(Path('/dev/stdout'), [1]); print('after')"
     out = tmp_path / "out.txt"
     with out.open("wb") as file:
@@ -59,3 +61,8 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
 
 def test_nothing_asked_for() -> None:
     save_json(None, [1])
+
+
+def test_columns_are_aligned() -> None:
+    rows = [["a", "step", "why"], ["bcd", "10", ""], ["e", "7", "x"]]
+    assert aligned(rows, right=(1,)) == ["a    step  why", "bcd    10", "e       7  x"]

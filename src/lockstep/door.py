@@ -1,11 +1,11 @@
-"""What the command lines of scripts have in common: options, and files that are asked for. Level 0."""
+"""What command lines have in common: options, tables, and files that are asked for. Level 0."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,18 @@ def fraction(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text}: must be a fraction such as 0.05")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Lines of a table; the columns of these numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def save_json(path: Path | None, values: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.door import aligned
 from lockstep.durable import atomic_write
 from lockstep.launch.sweep.ledger import Entry
 from lockstep.launch.sweep.prune import FIGURES, lower_is_better
@@ -68,11 +69,7 @@ def _table(entries: Sequence[Entry], keys: Sequence[str], metric: str) -> str:
         code = "-" if entry.exit_code is None else str(entry.exit_code)
         values = [entry.varied.get(key, "") for key in keys]
         rows.append([_shown(entry, metric), entry.state, code, *values, entry.run_dir])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def _csv(entries: Sequence[Entry], keys: Sequence[str]) -> str:
