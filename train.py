@@ -26,7 +26,15 @@ from omegaconf import DictConfig
 
 from lockstep.config.bind import bind, run_name
 from lockstep.config.cli import Command, disarm_hydra, explain, help_text, read_command, wants_help
-from lockstep.errors import EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, NotBegun, Stopped, UserError
+from lockstep.errors import (
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    NotBegun,
+    Stopped,
+    UserError,
+    unwritten,
+)
 from lockstep.launch import launch
 from lockstep.launch.env import say
 from lockstep.launch.signals import handling
@@ -40,17 +48,19 @@ def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if wants_help(argv):
-        print(help_text(CONF))
-        return EXIT_OK
     # Hydra's errors come to us instead of being printed with a traceback.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        if wants_help(argv):
+            print(help_text(CONF), flush=True)
+            return EXIT_OK
         return run(read_command(argv))
     except (KeyboardInterrupt, NotBegun):
         return EXIT_STOPPED
     except Exception as exc:
         message = explain(exc, CONF)
+        if message is None and isinstance(exc, OSError):
+            return unwritten(exc)
         if message is None:
             raise
         say(f"error: {message}")

@@ -5,16 +5,22 @@ Anything else that escapes is our bug and keeps its traceback. Level 0: every ro
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 85
 """Stopped on request with everything saved: run the same command again to go on."""
+EXIT_UNREAD = 128 + 13
+"""Whoever read the output has gone, as ``head`` does (SIGPIPE's, as a shell gives it)."""
 
 
 class UserError(Exception):
@@ -58,17 +64,59 @@ def refuse_argument(error: Exception, section: str, name: str, kwargs: Mapping[s
         ) from error
 
 
+def tell(text: str, stream: TextIO | None) -> None:
+    """Print a line, if anybody reads it: a log that has ended must not end a training."""
+    if stream is None:
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        silence(stream)
+
+
+def silence(stream: TextIO) -> None:
+    """What was not written yet, and all that comes, goes nowhere."""
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def unwritten(error: OSError) -> int:
+    """The exit code of a command whose output cannot be written; raises what is another error."""
+    if error.errno == errno.EPIPE and _is_unread(sys.stdout):
+        silence(sys.stdout)  # Python itself would write the rest in the end
+        return EXIT_UNREAD
+    if error.errno == errno.ENOSPC and error.filename is None:
+        silence(sys.stdout)
+        tell(f"error: the output cannot be written: {error.strerror}", sys.stderr)
+        return EXIT_USER_ERROR
+    raise error
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether it is a pipe at whose other end nobody is."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def exit_code(run: Callable[[], int], stopped: str = "stopped") -> int:
     """What ``run`` returns; the user's mistakes and Ctrl-C are told on stderr, without a traceback.
 
     Args:
         stopped: what Ctrl-C leaves, in one line.
     """
+    for name in ("stdout", "stderr"):  # closed by the caller
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print(stopped, file=sys.stderr)
+        tell(stopped, sys.stderr)
         return EXIT_STOPPED
+    except OSError as error:
+        return unwritten(error)

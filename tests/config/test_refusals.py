@@ -200,6 +200,9 @@ def test_refused(overrides: list[str], facts: dict[str, Any], message: str) -> N
          "model.kwargs.drop_path_rate = 0.2 with model.drop_path = 0.1: give one of them"),
         (["++optimizer.kwargs.weight_decay=0.1"], "use optimizer.weight_decay"),
         (["launch.timeout_seconds=0.5"], "launch.timeout_seconds = 0.5: at least 1"),
+        (["launch.timeout_seconds=1e10"], "launch.timeout_seconds = 1e+10: at least 1, at most 10,000,000"),
+        (["optimizer.lr=1e300"], "optimizer.lr = 1e+300: at most 1e+30"),
+        (["++optimizer.kwargs.capturable=true"], "optimizer.kwargs.capturable = true: not within a run"),
         ([f"seed={1 << 63}"], "seed = 9223372036854775808: at most 9223372036854775807"),
     ],
 )  # fmt: skip

@@ -21,8 +21,11 @@ from lockstep.errors import Stopped, UserError
 def run(config: Config, plan: Plan, run_dir: Path, stop: Any) -> dict[str, Any]:
     rank = int(os.environ.get("RANK", "0"))
     one, _, action = os.environ["STUB"].rpartition(":")
-    (run_dir / f"pid-{rank}").write_text(str(os.getpid()))
     print(f"rank {rank} speaks", flush=True)
+    (run_dir / f"pid-{rank}").write_text(str(os.getpid()))
+    if action in ("mistake", "crash") and not one:  # whoever fails first ends the others
+        while not (run_dir / "pid-0").exists():
+            time.sleep(0.01)
     world_size = 1
     if one or action == "meet":
         from lockstep import dist

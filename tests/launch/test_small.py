@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.manifest import Manifest, commit
-from lockstep.config.bind import law, load_config
+from lockstep.config.bind import law, load_config, save_config
 from lockstep.config.schema import Config, Nccl
+from lockstep.data import open_split
 from lockstep.errors import NotBegun, Stopped, UserError
-from lockstep.launch import folder, nccl
+from lockstep.launch import check_images, folder, nccl
 from lockstep.launch.folder import again, run_lock
 from lockstep.launch.report import Report, clear_report, read_reports
 from lockstep.launch.signals import STOP_SIGNALS, StopFlag, refusing_to_start
@@ -141,6 +143,32 @@ def test_what_made_a_checkpoint_is_asked_of_it(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == "torn: ["
     with folder.claim(tmp_path, mine, plan):
         assert load_config(tmp_path / "config.yaml") == mine
+
+
+def test_other_images_are_another_run(
+    tmp_path: Path, few_digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def at(root: Path) -> Config:
+        return configure("data=folder", f"data.root={root}")
+
+    run_dir, moved = tmp_path / "run", shutil.copytree(few_digits, tmp_path / "moved")
+    checkpoint = run_dir / "checkpoints/step-3"
+    checkpoint.mkdir(parents=True)
+    known = {s: open_split(at(few_digits).data, s).digest for s in ("train", "val")}
+    commit(checkpoint, Manifest(step=3, metric=None, meta={"data": known}, files={}))
+    save_config(at(few_digits), run_dir / "config.yaml")
+    check_images(at(few_digits), run_dir)
+    assert capsys.readouterr().err == ""
+    check_images(at(moved), run_dir)
+    assert (
+        f"data.root = {moved}: the images of {run_dir} were in {few_digits}"
+        in capsys.readouterr().err
+    )
+    next(moved.glob("val/*/*")).unlink()
+    with pytest.raises(UserError, match="are others: give other images a run"):
+        check_images(at(moved), run_dir)
+    with pytest.raises(UserError, match="does not exist"):
+        check_images(at(tmp_path / "gone"), run_dir)
 
 
 def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ OPTIONS = ["model=vit_tiny", "+model.kwargs.depth=1", "+model.kwargs.embed_dim=6
 
 def eager_rank(config: Config, run: Path) -> dict[str, Any] | None:
     """Train as one rank; torchao compiles its update, which takes longer than all of it."""
-    save_config(config, run / "config.yaml")
+    if os.environ.get("RANK", "0") == "0":
+        save_config(config, run / "config.yaml")
     with torch.compiler.set_stance("force_eager"):
         return train_one_rank(config, plan_of(config), run)
 

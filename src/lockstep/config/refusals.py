@@ -18,6 +18,11 @@ _MODEL_KEYS = {
 }
 """Arguments of timm's that are not for ``model.kwargs``, and what is instead."""
 _OPTIMIZER_KEYS = ("lr", "weight_decay")
+_OPTIMIZER_FLAGS = ("capturable", "differentiable")
+_MOST_LR = 1e30
+"""Scaled by the batch, it is still a float32."""
+_TIMEOUTS = (1, 10_000_000)
+"""Process groups count milliseconds in 64 bits, stores seconds in 32."""
 _MOST_SEED = (1 << 63) - 1
 """numpy takes larger ones for floating point numbers, many of which are the same."""
 
@@ -44,10 +49,18 @@ def check_new(config: Config) -> None:
         for key in _OPTIMIZER_KEYS
         if key in optimizer.kwargs
     ]
+    problems += [
+        f"optimizer.kwargs.{key} = true: not within a run, which decides it itself: leave it out"
+        for key in _OPTIMIZER_FLAGS
+        if optimizer.kwargs.get(key)
+    ]
+    if optimizer.lr > _MOST_LR:
+        problems.append(f"optimizer.lr = {optimizer.lr:g}: at most {_MOST_LR:g}")
     if config.seed > _MOST_SEED:
         problems.append(f"seed = {config.seed}: at most {_MOST_SEED}")
-    if config.launch.timeout_seconds < 1:
-        problems.append(f"launch.timeout_seconds = {config.launch.timeout_seconds:g}: at least 1")
+    seconds, (least, most) = config.launch.timeout_seconds, _TIMEOUTS
+    if not least <= seconds <= most:
+        problems.append(f"launch.timeout_seconds = {seconds:g}: at least {least}, at most {most:,}")
     if problems:
         raise UserError("\n".join(problems))
 

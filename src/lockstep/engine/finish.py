@@ -19,6 +19,7 @@ from lockstep.checkpoint.store import refused
 from lockstep.durable import atomic_write
 from lockstep.engine.loop import Training, main_result
 from lockstep.engine.state import TrainState
+from lockstep.errors import tell
 
 
 def finish(t: Training, run_dir: Path, card: dict[str, Any]) -> dict[str, Any]:
@@ -62,9 +63,9 @@ def finish(t: Training, run_dir: Path, card: dict[str, Any]) -> dict[str, Any]:
     dist.on_main(write)
     t.telemetry.close(summary)
     # The summary names files, and names may hold what the terminal cannot show.
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     text = told(summary).encode(encoding, "backslashreplace").decode(encoding)
-    dist.on_main(lambda: print(text, flush=True))
+    dist.on_main(lambda: tell(text, sys.stdout))
     return summary
 
 

@@ -23,6 +23,7 @@ from lockstep.errors import (
     NotBegun,
     Stopped,
     UserError,
+    unwritten,
 )
 from lockstep.launch import nccl
 from lockstep.launch.env import Joined, join, say
@@ -77,12 +78,16 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
     plan = plan or _make_plan(config, joined)
     if config.plan:
         if joined is None or joined.rank == 0:
-            print(plan.text())
+            try:
+                print(plan.text(), flush=True)
+            except OSError as exc:
+                return unwritten(exc)
         return EXIT_OK
 
     from lockstep.launch.folder import claim
     from lockstep.launch.process import Job, join_group, leave, work
 
+    check_images(config, run_dir)
     claims = joined is not None or plan.nodes > 1
     job = Job(config, plan, run_dir, worker, rank_zero_claims=claims)
     if joined is not None:
@@ -103,19 +108,30 @@ def _launch(config: Config, name: str, worker: str, plan: Plan | None) -> int:
 
 def _finished(config: Config, run_dir: Path) -> bool:
     """Tell of a run that is done already: it is never trained again by accident."""
-    from lockstep.launch.folder import finished, trained_on
+    from lockstep.launch.folder import finished
 
     summary = finished(run_dir, config)
     if summary is None:
         return False
+    check_images(config, run_dir)
     top1 = f"top-1 {summary['top1']:.2f} %" if "top1" in summary else "see DONE"
     say(f"already finished: {top1}, {run_dir}\nto train again: resume=never run.name=NEW_NAME")
-    if (root := trained_on(run_dir)) not in (None, config.data.root):
-        say(
-            f"it was trained on the images in {root}, not on data.root = {config.data.root}: give "
-            "other images a run.name of their own"
-        )
     return True
+
+
+def check_images(config: Config, run_dir: Path) -> None:
+    """Other images are another run; those that moved are not."""
+    from lockstep.data import open_split
+    from lockstep.launch.folder import digests, trained_on
+
+    root = trained_on(run_dir)
+    if root in (None, config.data.root):
+        return
+    where = f"data.root = {config.data.root}: the images of {run_dir} were in {root}"
+    known = digests(run_dir)
+    if known != {split: open_split(config.data, split).digest for split in known}:
+        raise UserError(f"{where}, and are others: give other images a run.name of their own")
+    say(f"note: {where}; the same names and sizes are taken for the same images")
 
 
 def _make_plan(config: Config, joined: Joined | None) -> Plan:

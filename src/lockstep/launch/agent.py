@@ -31,7 +31,7 @@ from lockstep.checkpoint.manifest import COMMITTED, step_folders
 from lockstep.config.schema import Launch
 from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from lockstep.launch.env import say
-from lockstep.launch.folder import DONE, again
+from lockstep.launch.folder import DONE, again, writing
 from lockstep.launch.hang import find_hang
 from lockstep.launch.process import Job
 from lockstep.launch.report import Report, log_path, read_reports
@@ -259,7 +259,8 @@ def run_agent(job: Job) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in STOP_SIGNALS)
     # torch's own default, all cores for each process, makes them fight.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // plan.processes_per_node)))
-    job.logs.mkdir(parents=True, exist_ok=True)
+    with writing(job.logs, Path(job.config.run.root)):
+        job.logs.mkdir(parents=True, exist_ok=True)
     # In the run's folder: an agent that is killed leaves nothing elsewhere.
     job_file = job.logs / f"job-{socket.gethostname()}-{os.getpid()}.json"
     with _written(job, job_file):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from lockstep.config.schema import Config
-from lockstep.errors import UserError
+from lockstep.errors import UserError, tell
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def join(config: Config, environ: MutableMapping[str, str] = os.environ) -> Join
 def say(message: str) -> None:
     """Tell the user, once a node however many processes of it meet the same mistake."""
     if int(os.environ.get("SLURM_LOCALID") or os.environ.get("LOCAL_RANK") or 0) == 0:
-        print(message, file=sys.stderr, flush=True)
+        tell(message, sys.stderr)
 
 
 def _sees_one_gpu(environ: Mapping[str, str]) -> bool:

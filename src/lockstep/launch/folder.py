@@ -126,6 +126,15 @@ def trained_on(run_dir: Path) -> str | None:
     return None
 
 
+def digests(run_dir: Path) -> dict[str, str]:
+    """Of the images of each split, as the newest checkpoint has them; empty: unknown."""
+    for _, folder in step_folders(run_dir / "checkpoints"):
+        with suppress(Damaged):
+            found = read_manifest(folder).meta.get("data")
+            return {s: found[s] for s in ("train", "val") if isinstance(found, dict) and s in found}
+    return {}
+
+
 def _check_empty(run_dir: Path) -> None:
     found = sorted(p.name for p in run_dir.iterdir() if p.name not in (LOCK, LOGS))
     if found:
@@ -147,6 +156,8 @@ def _check_same_run(run_dir: Path, config: Config) -> None:
             if isinstance(saved := read_manifest(folder).meta.get("law"), dict):
                 check_law(saved, law(config))
                 return
-    with suppress(UserError):
+    try:
         saved = law(load_config(run_dir / "config.yaml"))
-        check_law(saved, law(config))
+    except UserError:
+        return
+    check_law(saved, law(config))

@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.config.bind import bind
 from lockstep.config.plan import Plan, replan
 from lockstep.config.schema import Config
-from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR
+from lockstep.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER_ERROR, tell
 from lockstep.launch.folder import LOGS, again, claim
 from lockstep.launch.hang import find_hang
 from lockstep.launch.report import Report, clear_report, log_path, read_reports
@@ -96,7 +96,7 @@ def work_and_report(job: Job) -> int:
         report = Report.of(exc, rank)
         report.write(job.logs)
         if report.kind == "crash" and rank != 0:
-            print(report.traceback, file=sys.stderr)
+            tell(report.traceback, sys.stderr)
         codes = {
             "user": EXIT_USER_ERROR,
             "stopped": EXIT_STOPPED,

@@ -14,6 +14,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from lockstep.errors import silence, tell
 from lockstep.telemetry.records import Record, Row, Sink, number
 
 _PACE_SECONDS = 30.0
@@ -32,7 +33,7 @@ class Messages(Sink):
         self._stream = stream
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        tell(text, self._stream)
 
 
 class Pace:
@@ -142,7 +143,11 @@ class PlainConsole(Console):
         self._unshown: Record | None = None
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:
+            silence(self._stream)  # Python itself would write the rest in the end
+            raise
 
     def close(self, summary: dict[str, Any] | None) -> None:
         if self._unshown is not None:
