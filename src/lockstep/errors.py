@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this".
+"""The one exception that means "the user can fix this", and how a command tells it and ends.
 
 Anything else that escapes is our bug and keeps its traceback. Level 0: every room may import it.
 """

@@ -128,10 +128,16 @@ def trained_on(run_dir: Path) -> str | None:
 
 def digests(run_dir: Path) -> dict[str, str]:
     """Of the images of each split, as the newest checkpoint has them; empty: unknown."""
+    found = _recorded(run_dir, "data")
+    return {split: found[split] for split in ("train", "val") if split in found}
+
+
+def _recorded(run_dir: Path, key: str) -> dict[str, Any]:
+    """What the newest checkpoint that can be read says of it; empty: none does."""
     for _, folder in step_folders(run_dir / "checkpoints"):
         with suppress(Damaged):
-            found = read_manifest(folder).meta.get("data")
-            return {s: found[s] for s in ("train", "val") if isinstance(found, dict) and s in found}
+            if isinstance(found := read_manifest(folder).meta.get(key), dict):
+                return found
     return {}
 
 
@@ -151,13 +157,10 @@ def _check_same_run(run_dir: Path, config: Config) -> None:
     if not holds_results and not (run_dir / DONE).exists():
         return
     # What made a checkpoint is in its manifest; config.yaml may be damaged, or of another version.
-    for _, folder in step_folders(checkpoints):
-        with suppress(Damaged):
-            if isinstance(saved := read_manifest(folder).meta.get("law"), dict):
-                check_law(saved, law(config))
-                return
-    try:
-        saved = law(load_config(run_dir / "config.yaml"))
-    except UserError:
-        return
+    saved = _recorded(run_dir, "law")
+    if not saved:
+        try:
+            saved = law(load_config(run_dir / "config.yaml"))
+        except UserError:
+            return
     check_law(saved, law(config))
